@@ -1,0 +1,71 @@
+# Every chore. The logic is in icom/setup_env.py, which also lists the settings, such as
+# `make setup-master ENV_MANAGER=venv EXTRAS=aws`.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+
+# The first Python that is new enough; the last is the one that install-miniconda brings.
+PYTHONS := python3 python3.13 python3.12 python3.11 python3.10 $(or $(CONDA_PREFIX_DIR),$(HOME)/miniforge3)/bin/python3
+NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 10))
+ifndef PYTHON
+PYTHON = $(eval PYTHON := $(shell for p in $(PYTHONS); do "$$p" -c '$(NEW_ENOUGH)' 2>/dev/null && echo "$$p" && break; done))$(PYTHON)
+endif
+NO_PYTHON = found no Python >= 3.10 (tried $(PYTHONS)). Install one (Debian: apt-get install python3-venv; \
+Amazon Linux: dnf install python3.11; any: make install-miniconda) or give it: make ... PYTHON=/path/to/python
+SETUP = $(or $(PYTHON),$(error $(NO_PYTHON))) -I icom/setup_env.py
+# Runs a command in the environment, which it builds first where it is missing or out of date.
+RUN = @$(SETUP) run
+CODE = icom provisioning tests textual_inversion_icom.py
+
+.PHONY: help
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-36s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+.PHONY: setup-master setup-stable-diffusion-icom-master install-dependencies
+setup-master: ## Build the environment: conda's diffuser_icom where there is a conda, else .venv
+	@$(SETUP) setup
+setup-stable-diffusion-icom-master: setup-master ## ICOM's old name for setup-master
+install-dependencies: setup-master ## ICOM's old name for setup-master
+
+.PHONY: install-miniconda
+install-miniconda: ## Install a conda (Miniforge) in ~/miniforge3, unless there is one
+	@$(or $(PYTHON),python3) -I icom/setup_env.py install-conda
+
+.PHONY: download-training-images
+download-training-images: ## Fetch ICOM's five example pictures from the Hugging Face Hub into ./dicoo
+	@$(SETUP) pictures
+
+.PHONY: single-node-test
+single-node-test: ## Train 5 steps on the bundled model and pictures, no download
+	$(RUN) -- accelerate launch --config_file accelerate_configs/single_cpu.yaml textual_inversion_icom.py --pretrained_model_name_or_path=bundled --train_data_dir=bundled --learnable_property=object --placeholder_token="<robot>" --initializer_token=toy --resolution=64 --train_batch_size=1 --seed=7 --gradient_accumulation_steps=1 --max_train_steps=5 --learning_rate=2.0e-03 --scale_lr --lr_scheduler=constant --lr_warmup_steps=0 --output_dir=./textual_inversion_output --mixed_precision bf16
+
+.PHONY: bench
+bench: ## Measure the speed of SD1.5's training step against the reference script's
+	$(RUN) -- icom bench --arch sd15 --compare reference
+
+.PHONY: run
+run: ## Run CMD="..." in the environment
+	$(RUN) -- $(CMD)
+
+.PHONY: test
+test: ## Run all tests
+	$(RUN) --extra dev -- python -m pytest
+
+.PHONY: lint
+lint: ## Check style and types
+	$(RUN) --extra dev -- ruff check $(CODE)
+	$(RUN) --extra dev -- ruff format --check $(CODE)
+	$(RUN) --extra dev -- mypy icom provisioning textual_inversion_icom.py
+
+.PHONY: format
+format: ## Put the code into the common style
+	$(RUN) --extra dev -- ruff check --fix --quiet $(CODE)
+	$(RUN) --extra dev -- ruff format $(CODE)
+
+.PHONY: constraints
+constraints: ## Refresh constraints.txt with the newest versions that install together
+	@$(SETUP) constraints
+
+.PHONY: clean
+clean: ## Delete caches, builds and the output of single-node-test; the environment stays
+	rm -rf textual_inversion_output .cache build dist icom.egg-info
+	find icom provisioning tests -name __pycache__ -type d -prune -exec rm -rf {} +

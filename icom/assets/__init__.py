@@ -1,0 +1,1 @@
+"""The small pipeline and pictures that ship with icom, and the program that makes them (`build.py`)."""

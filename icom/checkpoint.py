@@ -1,0 +1,199 @@
+"""Checkpoints: everything from which a run goes on bit-exactly, in safetensors and JSON.
+
+A checkpoint is a folder `checkpoint-N` with `state.safetensors` (rows and optimizer moments) and `state.json`. It is
+written under a temporary name, synced and renamed: a folder of that name is complete.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+
+from icom.errors import IcomError
+from icom.files import sync_folder, write_error
+
+_TENSORS, _STATE = "state.safetensors", "state.json"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What has to be the same for a resumed run to be the same run.
+
+    Attributes:
+        seed: of the sample stream.
+        model: digest of all frozen weights.
+        pictures: file name -> digest.
+        options: the training options that decide what a sample is.
+    """
+
+    seed: int
+    model: str
+    pictures: dict[str, str]
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class State:
+    """A moment of a run, after optimizer step `step`.
+
+    Attributes:
+        step: optimizer steps done.
+        next_sample: index into the sample stream.
+        rows: float32 (vectors, width).
+        exp_avg, exp_avg_sq: AdamW's moments, like rows.
+        lr_scheduler: its state_dict.
+    """
+
+    step: int
+    next_sample: int
+    rows: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    lr_scheduler: dict[str, Any]
+
+
+def save_checkpoint(output: Path, state: State, identity: Identity, *, keep: int | None) -> Path:
+    """Write checkpoint-<step> and delete the oldest ones beyond `keep`.
+
+    Raises:
+        IcomError: disk full or folder not writable; earlier checkpoints are intact.
+    """
+    tensors = save({"rows": state.rows, "exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq})
+    document = {
+        "step": state.step,
+        "next_sample": state.next_sample,
+        "lr_scheduler": state.lr_scheduler,
+        "identity": asdict(identity),
+        "versions": _versions(),
+        "sha256": hashlib.sha256(tensors).hexdigest(),
+    }
+    target = output / f"checkpoint-{state.step}"
+    temporary = output / f".{target.name}.tmp"
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        for name, content in ((_TENSORS, tensors), (_STATE, json.dumps(document, indent=1).encode())):
+            with (temporary / name).open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+        sync_folder(temporary)
+        if target.exists():  # a run that resumed from further back comes by here again
+            shutil.rmtree(target)
+        temporary.rename(target)
+        sync_folder(output)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise write_error(target, error) from error
+    if keep is not None:
+        for old in list_checkpoints(output)[:-keep]:
+            if old != target:
+                shutil.rmtree(old)
+    return target
+
+
+def list_checkpoints(output: Path) -> list[Path]:
+    """Checkpoints of a run in order of step."""
+    found = [
+        path
+        for path in output.glob("checkpoint-*")
+        if path.is_dir() and path.name.removeprefix("checkpoint-").isdigit()
+    ]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")))
+
+
+def find_checkpoint(output: Path, wanted: str) -> Path | None:
+    """The folder that --resume_from_checkpoint names; None for `latest` where there is none.
+
+    Args:
+        output: --output_dir.
+        wanted: `latest`, a folder, or the name of a checkpoint in `output`.
+
+    Raises:
+        IcomError: no such folder.
+    """
+    if wanted == "latest":
+        return next(reversed(list_checkpoints(output)), None)
+    for candidate in (Path(wanted).expanduser(), output / wanted):
+        if candidate.is_dir():
+            return candidate
+    there = ", ".join(path.name for path in list_checkpoints(output)) or "none"
+    raise IcomError(f"No such checkpoint: {wanted}. In {output}: {there}.")
+
+
+def load_checkpoint(folder: Path) -> tuple[State, Identity]:
+    """Read a checkpoint and prove that it is whole.
+
+    Raises:
+        IcomError: a file is missing, truncated or altered; names the checkpoint to use instead.
+    """
+    try:
+        content = (folder / _TENSORS).read_bytes()
+        document = json.loads((folder / _STATE).read_text())
+        if hashlib.sha256(content).hexdigest() != document["sha256"]:
+            raise ValueError(f"{_TENSORS} was altered or cut")
+        tensors = load(content)
+        state = State(
+            document["step"],
+            document["next_sample"],
+            tensors["rows"],
+            tensors["exp_avg"],
+            tensors["exp_avg_sq"],
+            document["lr_scheduler"],
+        )
+        return state, Identity(**document["identity"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        others = [path for path in list_checkpoints(folder.parent) if path.name != folder.name]
+        advice = f"Use --resume_from_checkpoint {others[-1].name}" if others else "Start without resuming"
+        what = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise IcomError(f"The checkpoint {folder} is damaged ({what}). {advice}.") from error
+
+
+def differences(saved: Identity, now: Identity) -> list[str]:
+    """What changed between a checkpoint and this run, one phrase each."""
+    found = []
+    if saved.seed != now.seed:
+        found.append(f"seed (checkpoint {saved.seed}, now {now.seed})")
+    if saved.model != now.model:
+        found.append("model (other weights or another precision)")
+    if saved.pictures != now.pictures:
+        names = sorted(saved.pictures.keys() | now.pictures.keys())
+        changed = [name for name in names if saved.pictures.get(name) != now.pictures.get(name)]
+        found.append(f"pictures ({', '.join(changed)})")
+    for name in sorted(saved.options.keys() | now.options.keys()):
+        before, after = saved.options.get(name), now.options.get(name)
+        if before != after:
+            found.append(f"{name} (checkpoint {before}, now {after})")
+    return found
+
+
+def set_aside_checkpoints(output: Path) -> None:
+    """Move an earlier run's checkpoints away, so that `latest` never mixes two runs; nothing is deleted."""
+    earlier = list_checkpoints(output)
+    if not earlier:
+        return
+    folder = output / "earlier" / time.strftime("%Y%m%d-%H%M%S")
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in earlier:
+        path.rename(folder / path.name)
+    print(
+        f"icom: moved {len(earlier)} checkpoint(s) of an earlier run to {folder} "
+        "(to continue such a run: --resume_from_checkpoint latest).",
+        file=sys.stderr,
+    )
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import version
+
+    return {name: version(name) for name in ("torch", "diffusers", "transformers", "accelerate", "numpy")}

@@ -1,0 +1,87 @@
+"""The `icom` command: parses, hands over to the module that does the work, turns errors into exit codes.
+
+Nothing heavy is imported here: `icom --help` must not wait for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Annotated, Any, NoReturn
+
+from icom import __version__
+from icom.config import BenchConfig, GenerateConfig, ParamsConfig, TrainConfig, load_train_config
+from icom.errors import IcomError
+
+COMMANDS: dict[str, tuple[Any, str]] = {
+    "train": (TrainConfig, "icom.train:train"),
+    "generate": (GenerateConfig, "icom.generate:generate"),
+    "params": (ParamsConfig, "icom.params:params"),
+    "bench": (BenchConfig, "icom.bench:bench"),
+}
+"""Command -> (its options, the function that runs it)."""
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run one command and exit: 0 done, 1 failed, 2 wrong usage, 130/143 stopped by a signal after saving."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        run(argv)
+    except IcomError as error:
+        print(f"icom: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("icom: stopped before there was anything to save.", file=sys.stderr)
+        sys.exit(130)
+    sys.exit(0)
+
+
+def run(argv: list[str]) -> None:
+    """Parse `argv` and run its command. tyro prints help (exit 0) and usage errors (exit 2) itself."""
+    if argv == ["--version"]:
+        print(f"icom {__version__}")
+        return
+    config = parse(argv)
+    if isinstance(config, TrainConfig):
+        config = load_train_config(config.config, config, given_options(argv))
+        if config.print_config:
+            from icom.config import to_yaml
+
+            print(to_yaml(config), end="")
+            return
+    for options, target in COMMANDS.values():
+        if isinstance(config, options):
+            module, function = target.split(":")
+            getattr(importlib.import_module(module), function)(config)
+
+
+def parse(argv: list[str]) -> Any:
+    """The options object of the command in `argv`. Required values may still be missing: a YAML file can give them."""
+    import tyro
+
+    commands: Any = None
+    for name, (options, _) in COMMANDS.items():
+        command = Annotated[options, tyro.conf.subcommand(name)]
+        commands = command if commands is None else commands | command
+    return tyro.cli(
+        commands,
+        args=argv,
+        prog="icom",
+        description="Teach Stable Diffusion a new word from a handful of pictures, on CPUs.\n\n"
+        "Try it without a download: icom train --train_data_dir bundled --placeholder_token '<robot>' "
+        "--initializer_token toy --resolution 64 --train_batch_size 1 --max_train_steps 5",
+        use_underscores=True,
+    )
+
+
+def given_options(argv: Sequence[str]) -> list[str]:
+    """Names of the training options that stand in `argv`, whichever spelling (--a_b, --a-b, --no_a, --a=1)."""
+    names = {f.name for f in fields(TrainConfig)}
+    given = []
+    for word in argv:
+        name = word.removeprefix("--").split("=")[0].replace("-", "_")
+        if word.startswith("--"):
+            given += [name for name in (name, name.removeprefix("no_")) if name in names][:1]
+    return given

@@ -1,0 +1,391 @@
+"""What each command can be told.
+
+One option has one name: the flag, the YAML key and the dataclass field are the same word. Precedence is
+defaults < `--config FILE` < flags. The training options that diffusers' `textual_inversion.py` has keep its names,
+meanings and defaults; the few deliberate differences are in the docstring of the field.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import tyro
+
+from icom.errors import UsageError
+
+REQUIRED: Any = "???"
+"""OmegaConf's mark for a value that has to come from the configuration file or a flag."""
+
+SCHEDULERS = ("ddim", "ddpm", "dpm++", "euler", "euler_a", "lms", "pndm", "unipc")
+"""Samplers that `icom generate` knows, by the names that the field uses (see `icom.models.SAMPLERS`)."""
+
+LrScheduler = Literal[
+    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"
+]
+
+
+@dataclass(kw_only=True)
+class TrainConfig:
+    """Learn a new word for Stable Diffusion from a handful of pictures (textual inversion).
+
+    Example: icom train --train_data_dir photos --placeholder_token "<dicoo>" --initializer_token toy
+    --pretrained_model_name_or_path stable-diffusion-v1-5/stable-diffusion-v1-5 --mixed_precision bf16
+    """
+
+    # What is learned, from what.
+    pretrained_model_name_or_path: str = "bundled"
+    """The frozen model: a Hub id, a folder, `bundled` (a tiny one that ships with icom), or `random:ARCH` (that
+    architecture with random weights, to measure speed and memory; ARCH is one of sd15, sd2-base, sd21, tiny)."""
+    train_data_dir: str = REQUIRED
+    """The folder with the pictures (`bundled`: the five that ship with icom). Every file in it has to be a picture."""
+    placeholder_token: str = REQUIRED
+    """The new word, for instance "<dicoo>". It must not be in the vocabulary yet."""
+    initializer_token: str = REQUIRED
+    """What the new word starts from: a word the model knows, or a phrase with --num_vectors of at least its tokens."""
+    learnable_property: Literal["object", "style"] = "object"
+    """Chooses the captions: "a photo of a …" or "a painting in the style of …"."""
+    num_vectors: int = 1
+    """Embedding rows for the concept. More rows hold more detail and take more of the prompt's 75 tokens. They start
+    from the initializer's tokens in turn, and only they are trained."""
+    tokenizer_name: str | None = None
+    """Tokenizer to use instead of the model's own: a Hub id or a folder."""
+    revision: str | None = None
+    """Git revision (branch, tag or commit) of a model on the Hub."""
+    variant: str | None = None
+    """Variant of the model files, for instance fp16."""
+
+    # Pictures.
+    resolution: int = 512
+    """Pictures are resized to resolution x resolution pixels; a multiple of 8."""
+    center_crop: bool = False
+    """Cut the middle square out before resizing. Without it a picture that is not square is squeezed."""
+    repeats: int = 100
+    """How often each picture comes up in one epoch."""
+    dataloader_num_workers: int = 0
+    """Threads that decode pictures while the latent cache is filled; 0 decodes in the main thread. (Steps load
+    nothing: their latents are in memory.)"""
+    cache_dir: str | None = None
+    """Folder of the latent cache. Default: $ICOM_CACHE_DIR, else $XDG_CACHE_HOME/icom, else ~/.cache/icom."""
+
+    # Optimisation.
+    train_batch_size: int = 16
+    """Pictures per device and forward pass. CPUs gain nothing from more than 1; memory grows with it."""
+    gradient_accumulation_steps: int = 1
+    """Forward passes per optimizer step."""
+    max_train_steps: int | None = 5000
+    """Optimizer steps. Takes precedence over --num_train_epochs; `None` lets the epochs decide."""
+    num_train_epochs: int = 100
+    """Passes over pictures x repeats; counts only with --max_train_steps None."""
+    learning_rate: float = 1e-4
+    """Peak learning rate of AdamW."""
+    scale_lr: bool = False
+    """Multiply the learning rate by batch size x accumulation x number of processes."""
+    lr_scheduler: LrScheduler = "constant"
+    """Learning rate over the steps."""
+    lr_warmup_steps: int = 500
+    """Optimizer steps of linear warm-up (schedules other than `constant`)."""
+    lr_num_cycles: int = 1
+    """Hard restarts of `cosine_with_restarts`."""
+    adam_beta1: float = 0.9
+    """Decay of AdamW's first moment."""
+    adam_beta2: float = 0.999
+    """Decay of AdamW's second moment."""
+    adam_weight_decay: float = 1e-2
+    """AdamW's decoupled weight decay; it acts on the learned rows."""
+    adam_epsilon: float = 1e-8
+    """Term in AdamW's denominator."""
+    seed: int | None = None
+    """Seed of everything random. Default: drawn at start, printed, and kept in config.yaml."""
+
+    # Machine.
+    backend: Literal["auto", "cpu"] = "auto"
+    """What computes. `auto` takes the best that works here and says why."""
+    mixed_precision: Literal["no", "fp16", "bf16"] | None = None
+    """Precision of the frozen model; the learned rows are always float32. Default: what `accelerate launch` was
+    configured with, else `no`. bf16 suits Xeons with AMX or AVX512-BF16; fp16 is for GPUs."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    allow_tf32: bool = False
+    """Allow TF32 in float32 matrix products on NVIDIA GPUs (no effect on CPUs)."""
+    enable_xformers_memory_efficient_attention: bool = False
+    """Use xFormers' attention in the UNet (GPUs; xFormers has to be installed)."""
+    local_rank: int = -1
+    """Accepted for old launchers; the launcher's environment decides."""
+
+    # Results.
+    output_dir: str = "text-inversion-model"
+    """Folder for embeddings, checkpoints, logs and pictures."""
+    save_steps: int = 500
+    """Write learned_embeds-steps-N.safetensors every so many steps."""
+    save_as_full_pipeline: bool = False
+    """Also write the whole pipeline, with the new word in it, to --output_dir."""
+    no_safe_serialization: bool = False
+    """Also write learned_embeds.bin (a pickle) for tools from before safetensors."""
+    num_comparison_images: int = 1
+    """Pictures of the concept made before and after training with the same noise (comparison.png); 0: none."""
+
+    # Checkpoints.
+    checkpointing_steps: int = 500
+    """Write checkpoint-N, from which training can resume, every so many steps."""
+    checkpoints_total_limit: int | None = None
+    """Keep only so many checkpoints, the newest."""
+    resume_from_checkpoint: str | None = None
+    """A checkpoint folder, or `latest` (starts anew where --output_dir has none). Resuming is bit-exact."""
+
+    # Watching it.
+    validation_prompt: str | None = None
+    """Prompt to draw during training, for instance "a photo of <dicoo> on the beach"."""
+    num_validation_images: int = 4
+    """Pictures per validation."""
+    validation_steps: int = 100
+    """Validate every so many steps."""
+    validation_epochs: int | None = None
+    """Deprecated: use --validation_steps."""
+    report_to: Literal["auto", "tensorboard", "wandb", "comet_ml", "all", "none"] = "auto"
+    """Tracker for loss, learning rate and validation pictures. `auto`: tensorboard where it is installed."""
+    logging_dir: str = "logs"
+    """Folder for TensorBoard, below --output_dir."""
+
+    # Hub.
+    push_to_hub: bool = False
+    """Upload the result to the Hugging Face Hub, with a model card."""
+    hub_token: str | None = None
+    """Token for the upload. Default: the one from `hf auth login` or $HF_TOKEN. Never written to any file."""
+    hub_model_id: str | None = None
+    """Repository for the upload. Default: the name of --output_dir."""
+
+    # This command.
+    config: str | None = None
+    """YAML file with these options; flags go before it. ${…} interpolates, ??? marks what has to be given."""
+    print_config: bool = False
+    """Print the effective configuration as YAML and stop."""
+
+
+DIFFUSERS_OPTIONS = frozenset(f.name for f in fields(TrainConfig)) - {
+    *("backend", "cache_dir", "num_comparison_images", "config", "print_config")
+}
+"""The 48 options that diffusers' script has too."""
+
+
+@dataclass(kw_only=True)
+class GenerateConfig:
+    """Draw pictures with a learned word.
+
+    Example: icom generate --embedding out/learned_embeds.safetensors --prompt "a photo of <dicoo>"
+    """
+
+    embedding: list[str] = field(default_factory=list)
+    """Files with learned rows (learned_embeds.safetensors); several words may be used together."""
+    prompt: list[str] = field(default_factory=list)
+    """One or several prompts."""
+    prompts_file: str | None = None
+    """Text file with one prompt per line; empty lines and lines that start with # are skipped."""
+    negative_prompt: str | None = None
+    """What the pictures should not show."""
+    pretrained_model_name_or_path: str | None = None
+    """The model to draw with. Default: the one in the config.yaml beside the first embedding, else `bundled`."""
+    tokenizer_name: str | None = None
+    """Tokenizer to use instead of the model's own."""
+    revision: str | None = None
+    """Git revision of a model on the Hub."""
+    variant: str | None = None
+    """Variant of the model files, for instance fp16."""
+    seed: list[int] = field(default_factory=lambda: [0])
+    """One or several seeds; each prompt is drawn once per seed. A picture depends on its prompt and seed alone."""
+    num_images_per_prompt: int = 1
+    """Pictures per prompt and seed (further ones use the seeds that follow)."""
+    scheduler: Literal["model", "ddim", "ddpm", "dpm++", "euler", "euler_a", "lms", "pndm", "unipc"] = "dpm++"
+    """Sampler; `model` takes the one that the model ships."""
+    num_inference_steps: int = 25
+    """Denoising steps."""
+    guidance_scale: float = 7.5
+    """Classifier-free guidance; 1 turns it off and halves the time."""
+    resolution: int | None = None
+    """Width and height in pixels, a multiple of 8. Default: the model's own."""
+    mixed_precision: Literal["no", "fp16", "bf16"] = "no"
+    """Precision of the model."""
+    backend: Literal["auto", "cpu"] = "auto"
+    """What computes."""
+    output_dir: str = "generated"
+    """Folder for the pictures."""
+    grid: bool = False
+    """Also write grid.png: a row per prompt, a column per seed."""
+
+
+@dataclass(kw_only=True)
+class ParamsConfig:
+    """Print how many parameters each part of a model has. Architectures are known without a download."""
+
+    model: tyro.conf.Positional[str]
+    """sd15, sd2-base, sd21, tiny, bundled, a folder, or a Hub id."""
+    json: bool = False
+    """Print JSON."""
+
+
+@dataclass(kw_only=True)
+class BenchConfig:
+    """Measure seconds per training step on this machine. Each measurement runs in its own fresh process."""
+
+    arch: Literal["sd15", "sd2-base", "sd21", "tiny"] = "sd15"
+    """Architecture to build with random weights (speed does not depend on their values)."""
+    compare: Literal["none", "reference"] = "none"
+    """`reference` also measures the field's usual step (VAE encode at every step, AdamW over the whole token table,
+    other rows restored), with the stock allocator settings and with ours."""
+    resolution: int | None = None
+    """Pixels. Default: the architecture's own."""
+    train_batch_size: int = 1
+    """Pictures per step."""
+    mixed_precision: Literal["no", "bf16"] = "bf16"
+    """Precision of the frozen model."""
+    steps: int = 4
+    """Timed steps per process, after one warm-up step."""
+    rounds: int = 3
+    """Processes per contender; contenders take turns, so that a slow minute hits all of them."""
+    json: str | None = None
+    """Also write the result to this file."""
+
+
+Config = TypeVar("Config", TrainConfig, GenerateConfig, ParamsConfig, BenchConfig)
+
+
+def load_train_config(path: str | None, flags: TrainConfig, given: Sequence[str]) -> TrainConfig:
+    """Lay the flags that were given over the YAML file, resolve interpolations, and check the whole.
+
+    Args:
+        path: YAML file, or None.
+        flags: what the command-line parser returned.
+        given: names of the options that stood on the command line; only these override the file.
+
+    Raises:
+        UsageError: unreadable file, unknown key, wrong type, missing or impossible value.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    schema = OmegaConf.structured(TrainConfig)
+    try:
+        layers = [schema, read_yaml(path)] if path else [schema]
+        merged = OmegaConf.merge(*layers, {name: getattr(flags, name) for name in given})
+        missing = sorted(str(key) for key in OmegaConf.missing_keys(merged))
+        if missing:
+            example = {"train_data_dir": "photos", "placeholder_token": '"<dicoo>"', "initializer_token": "toy"}
+            hint = " ".join(f"--{key} {example.get(key, 'VALUE')}" for key in missing)
+            raise UsageError(f"Missing: {', '.join(missing)}. Give them as flags ({hint}) or in --config FILE.")
+        config = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise UsageError(_explain_omegaconf(error, path)) from error
+    assert isinstance(config, TrainConfig)
+    check_train_config(config)
+    return config
+
+
+def read_yaml(path: str) -> dict[str, Any]:
+    """Read a YAML mapping.
+
+    Raises:
+        UsageError: the file is missing, not YAML, or not a mapping.
+    """
+    import yaml
+    from omegaconf import OmegaConf
+
+    try:
+        loaded = OmegaConf.load(path)
+    except FileNotFoundError:
+        raise UsageError(f"No such configuration file: {path}") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UsageError(f"Cannot read the configuration file {path}: {error}") from error
+    if not OmegaConf.is_dict(loaded):
+        raise UsageError(f"{path} has to hold `option: value` lines.")
+    container = OmegaConf.to_container(loaded, resolve=False)
+    assert isinstance(container, dict)
+    return {str(key): value for key, value in container.items()}
+
+
+def _explain_omegaconf(error: Exception, path: str | None) -> str:
+    """One sentence for what OmegaConf says in several lines."""
+    key = getattr(error, "key", None) or getattr(error, "full_key", None)
+    where = f" in {path}" if path else ""
+    if "not in 'TrainConfig'" in str(error) and key is not None:
+        near = difflib.get_close_matches(str(key), [f.name for f in fields(TrainConfig)], n=1)
+        return f"Unknown option `{key}`{where}." + (f" Did you mean `{near[0]}`?" if near else "")
+    return f"Bad value for `{key}`{where}: {str(error).splitlines()[0]}"
+
+
+def check_train_config(config: TrainConfig) -> None:
+    """Refuse what cannot work, before anything is loaded.
+
+    Raises:
+        UsageError: names the option and how to fix it.
+    """
+    at_least_one = (
+        *("num_vectors", "repeats", "train_batch_size", "gradient_accumulation_steps", "num_train_epochs"),
+        *("max_train_steps", "save_steps", "checkpointing_steps", "checkpoints_total_limit", "validation_steps"),
+        *("num_validation_images", "lr_num_cycles"),
+    )
+    for name in at_least_one:
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise UsageError(f"--{name} has to be at least 1, not {value}.")
+    for name in ("lr_warmup_steps", "dataloader_num_workers", "num_comparison_images", "adam_weight_decay"):
+        if getattr(config, name) < 0:
+            raise UsageError(f"--{name} must not be negative.")
+    for name in ("learning_rate", "adam_epsilon"):
+        value = getattr(config, name)
+        if not (math.isfinite(value) and value > 0):
+            raise UsageError(f"--{name} has to be a positive number, not {value}.")
+    for name in ("adam_beta1", "adam_beta2"):
+        if not 0 <= getattr(config, name) < 1:
+            raise UsageError(f"--{name} has to be in [0, 1).")
+    if config.seed is not None and not 0 <= config.seed < 2**63:
+        raise UsageError("--seed has to be between 0 and 2^63 - 1.")
+    check_resolution(config.resolution)
+    check_placeholder(config.placeholder_token)
+    if not config.initializer_token.strip():
+        raise UsageError("--initializer_token is empty. Give a word that the model knows, for instance toy.")
+
+
+def check_resolution(resolution: int) -> None:
+    """The VAE halves the picture three times, so both sides have to be multiples of 8.
+
+    Raises:
+        UsageError: otherwise.
+    """
+    if resolution < 8 or resolution % 8:
+        below = max(8, resolution // 8 * 8)
+        raise UsageError(
+            f"--resolution has to be a multiple of 8, not {resolution}. Nearest: {below} or {below + 8}."
+        )
+
+
+def check_placeholder(token: str) -> None:
+    """Refuse placeholders that a tokenizer would split or normalise away.
+
+    Raises:
+        UsageError: the token is empty or holds white space.
+    """
+    if not token or token.split() != [token]:
+        raise UsageError(
+            f"--placeholder_token has to be one word without spaces, for instance <dicoo>; not {token!r}."
+        )
+
+
+SECRETS = ("hub_token",)
+OF_THE_COMMAND = ("config", "print_config", "resume_from_checkpoint")
+"""Fields that steer one invocation and say nothing about the run."""
+
+
+def to_yaml(config: TrainConfig) -> str:
+    """The effective configuration as YAML that `--config` takes again. Secrets are left out."""
+    from omegaconf import OmegaConf
+
+    values = {k: v for k, v in dataclasses.asdict(config).items() if k not in (*SECRETS, *OF_THE_COMMAND)}
+    # A literal ${…} in a prompt must not become an interpolation when the file is read again.
+    escaped = {k: v.replace("${", "\\${") if isinstance(v, str) else v for k, v in values.items()}
+    return OmegaConf.to_yaml(OmegaConf.create(escaped))

@@ -1,0 +1,1 @@
+"""What makes frozen networks fast: here so far the allocator settings."""

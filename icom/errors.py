@@ -1,0 +1,25 @@
+"""Errors that a user can act on.
+
+Each carries a message that says what is wrong, where, and what to do; the command line prints it without a traceback
+and ends with the class's exit code. Any other exception is a bug, and keeps its traceback.
+"""
+
+
+class IcomError(Exception):
+    """The run cannot go on (exit code 1)."""
+
+    exit_code = 1
+
+
+class UsageError(IcomError):
+    """The command line or the configuration is wrong; nothing was started (exit code 2)."""
+
+    exit_code = 2
+
+
+class Stopped(IcomError):
+    """A signal ended the run after it saved what it had (exit code 128 + signal: 130 for Ctrl-C, 143 for SIGTERM)."""
+
+    def __init__(self, message: str, signal_number: int) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + signal_number

@@ -1,0 +1,68 @@
+"""Files that are whole or absent: written under a temporary name, synced, renamed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from icom.errors import IcomError
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file so that a reader (or a crash at any moment) sees the old content or the new one, never a mixture.
+
+    Raises:
+        IcomError: the disk is full or the folder is not writable; the old file is untouched.
+    """
+    try:
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(temporary).chmod(0o644)
+            Path(temporary).replace(path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+        sync_folder(path.parent)
+    except OSError as error:
+        raise write_error(path, error) from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames inside a folder survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_error(path: Path, error: OSError) -> IcomError:
+    """Say in the user's terms why `path` could not be written."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        try:
+            free = f"{shutil.disk_usage(path.parent).free / 2**20:.1f} MB free"
+        except OSError:
+            free = "nothing free"
+        return IcomError(f"The disk is full ({free}): cannot write {path}. What was saved before is intact.")
+    return IcomError(f"Cannot write {path}: {error.strerror or error}. Choose another --output_dir.")
+
+
+def make_writable_folder(folder: Path) -> None:
+    """Create the folder and prove that files can be written there.
+
+    Raises:
+        IcomError: it cannot be created or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise write_error(folder, error) from error

@@ -1,0 +1,148 @@
+"""`icom generate`: draw pictures with learned words."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from tqdm import tqdm
+
+from icom import backends, models
+from icom.config import GenerateConfig, check_resolution, read_yaml
+from icom.embedding import load_embedding
+from icom.engine.memory import keep_freed_memory
+from icom.errors import IcomError, UsageError
+from icom.files import make_writable_folder
+from icom.report import grid, save_png
+
+if TYPE_CHECKING:
+    from diffusers import StableDiffusionPipeline
+    from PIL import Image
+
+
+def generate(config: GenerateConfig) -> None:
+    """Write one PNG per prompt and seed, and optionally a grid.
+
+    Raises:
+        IcomError: bad embedding file, model, or output folder.
+        UsageError: no prompt, unreadable prompts file.
+    """
+    keep_freed_memory()
+    prompts = all_prompts(config)
+    if config.resolution is not None:
+        check_resolution(config.resolution)
+    for name in ("num_images_per_prompt", "num_inference_steps"):
+        if getattr(config, name) < 1:
+            raise UsageError(f"--{name} has to be at least 1.")
+    backend, _ = backends.resolve(config.backend, config.mixed_precision)
+    words = [load_embedding(Path(path)) for path in config.embedding]
+    source = models.find(
+        config.pretrained_model_name_or_path or _model_beside(config.embedding) or "bundled",
+        tokenizer_name=config.tokenizer_name or _beside(config.embedding, "tokenizer_name"),
+        revision=config.revision,
+        variant=config.variant,
+    )
+    output = Path(config.output_dir)
+    make_writable_folder(output)
+    model = models.load(source, backend.dtype)
+    width = model.text_encoder.get_input_embeddings().weight.shape[1]
+    for path, (token, rows) in zip(config.embedding, words, strict=True):
+        if rows.shape[1] != width:
+            raise IcomError(
+                f"{path} holds rows of width {rows.shape[1]} and {source.name} has {width}: it was trained for "
+                "another kind of model. Name that with --pretrained_model_name_or_path."
+            )
+        models.pipeline_of(model).load_textual_inversion({token: rows}, token=token)
+    backend.prepare(model)
+    pipeline = models.pipeline_of(model, config.scheduler)
+
+    seeds = [seed + offset for seed in config.seed for offset in range(config.num_images_per_prompt)]
+    images = []
+    jobs = [(number, prompt, seed) for number, prompt in enumerate(prompts) for seed in seeds]
+    for number, prompt, seed in tqdm(jobs, "pictures", unit="picture"):
+        with backend.autocast():
+            image = draw(
+                pipeline,
+                prompt,
+                seed,
+                steps=config.num_inference_steps,
+                guidance=config.guidance_scale,
+                negative_prompt=config.negative_prompt,
+                resolution=config.resolution,
+            )
+        save_png(image, output / f"{number:03d}-{_slug(prompt)}-seed{seed}.png")
+        images.append(image)
+    if config.grid:
+        save_png(grid(images, columns=len(seeds)), output / "grid.png")
+    print(f"{len(images)} pictures in {output}" + (f", all in {output / 'grid.png'}" if config.grid else ""))
+
+
+def draw(
+    pipeline: StableDiffusionPipeline,
+    prompt: str,
+    seed: int,
+    *,
+    steps: int = 25,
+    guidance: float = 7.5,
+    negative_prompt: str | None = None,
+    resolution: int | None = None,
+) -> Image.Image:
+    """Draw one picture. It depends on these arguments and the pipeline alone: not on a batch, nor on earlier calls.
+
+    Args:
+        pipeline: with the learned words in it.
+        prompt: text; learned words of several rows are expanded.
+        seed: of the initial noise (and the sampler's, where it is stochastic).
+        steps: denoising steps.
+        guidance: classifier-free guidance scale (Ho & Salimans 2022).
+        negative_prompt: what to steer away from.
+        resolution: pixels; None for the model's own.
+    """
+    with torch.no_grad():
+        image: Image.Image = pipeline(
+            prompt,
+            negative_prompt=negative_prompt,
+            num_inference_steps=steps,
+            guidance_scale=guidance,
+            height=resolution,
+            width=resolution,
+            generator=torch.Generator("cpu").manual_seed(seed),
+        ).images[0]
+    return image
+
+
+def all_prompts(config: GenerateConfig) -> list[str]:
+    """Prompts from --prompt and --prompts_file, in that order.
+
+    Raises:
+        UsageError: there are none, or the file cannot be read.
+    """
+    prompts = list(config.prompt)
+    if config.prompts_file:
+        try:
+            lines = Path(config.prompts_file).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"Cannot read --prompts_file {config.prompts_file}: {error}") from error
+        prompts += [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
+    if not prompts:
+        raise UsageError('No prompt. Give one with --prompt "a photo of <dicoo>" or --prompts_file FILE.')
+    return prompts
+
+
+def _beside(embeddings: list[str], option: str) -> str | None:
+    """What the run that made the first embedding had for an option, where its config.yaml lies beside it."""
+    if not embeddings:
+        return None
+    path = Path(embeddings[0]).parent / "config.yaml"
+    value = read_yaml(str(path)).get(option) if path.is_file() else None
+    return value if isinstance(value, str) else None
+
+
+def _model_beside(embeddings: list[str]) -> str | None:
+    return _beside(embeddings, "pretrained_model_name_or_path")
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:48] or "prompt"

@@ -1,0 +1,127 @@
+"""From a folder to a checked list of pictures, and from a picture to the pixels that the VAE sees."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from icom.errors import IcomError
+
+if TYPE_CHECKING:
+    import torch
+    from PIL import Image
+
+BUNDLED_PICTURES = Path(__file__).parent / "assets" / "pictures"
+MAX_PIXELS = 100_000_000
+"""Larger pictures are refused before they are decoded (100 megapixels take 300 MB)."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture that decodes. `digest` is the SHA-256 of the file's bytes."""
+
+    path: Path
+    digest: str
+
+
+@dataclass(frozen=True)
+class Transform:
+    """How a picture becomes square pixels; with the file's bytes it determines them."""
+
+    resolution: int
+    center_crop: bool
+
+
+def list_pictures(folder: str) -> list[Picture]:
+    """All pictures of a folder in order of name, each decoded once to be sure. Hidden files are passed over.
+
+    Args:
+        folder: a path, or `bundled`.
+
+    Raises:
+        IcomError: folder missing or empty, or files that are no good; all of them are named.
+    """
+    root = BUNDLED_PICTURES if folder == "bundled" else Path(folder).expanduser()
+    if not root.is_dir():
+        raise IcomError(
+            f"No such picture folder: {folder}. Put 3 to 30 pictures of the concept into a folder and name it with "
+            "--train_data_dir (`bundled` for the ones that ship with icom)."
+        )
+    files = sorted(path for path in root.iterdir() if path.is_file() and not path.name.startswith("."))
+    if not files:
+        folders = sum(path.is_dir() for path in root.iterdir())
+        hint = f" It only holds folders ({folders}); name one of them." if folders else ""
+        raise IcomError(f"The picture folder {folder} is empty.{hint}")
+    pictures, problems = [], []
+    for path in files:
+        try:
+            read_picture(path)
+            pictures.append(Picture(path, hashlib.sha256(path.read_bytes()).hexdigest()))
+        except IcomError as error:
+            problems.append(str(error))
+    if problems:
+        listed = "\n  ".join(problems)
+        raise IcomError(f"In the picture folder {folder}, repair or remove:\n  {listed}")
+    return pictures
+
+
+def read_picture(path: Path) -> Image.Image:
+    """Decode a picture: upright by its EXIF orientation, RGB, transparency composed on white.
+
+    Raises:
+        IcomError: not a picture, damaged, or more than MAX_PIXELS.
+    """
+    from PIL import Image, ImageOps
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # our own limit decides, and damaged metadata does not matter
+            with Image.open(path) as image:
+                width, height = image.size
+                if width * height > MAX_PIXELS:
+                    raise IcomError(
+                        f"{path.name}: {width} x {height} pixels are too many "
+                        f"({MAX_PIXELS // 10**6} megapixels at most); scale it down"
+                    )
+                image.load()
+                upright = ImageOps.exif_transpose(image)
+    except Image.DecompressionBombError:
+        raise IcomError(f"{path.name}: too many pixels; scale it down") from None
+    except Image.UnidentifiedImageError:
+        raise IcomError(f"{path.name}: not a picture") from None
+    except PermissionError:
+        raise IcomError(f"{path.name}: not readable (permissions)") from None
+    except (OSError, SyntaxError, ValueError, EOFError) as error:  # what Pillow's decoders raise
+        raise IcomError(f"{path.name}: damaged ({error})") from error
+    if upright.has_transparency_data:
+        rgba = upright.convert("RGBA")
+        white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
+        return Image.alpha_composite(white, rgba).convert("RGB")
+    return upright.convert("RGB")
+
+
+def pixels(image: Image.Image, transform: Transform, *, flip: bool) -> torch.Tensor:
+    """The picture as the VAE sees it: middle square if asked for, bicubic resize, optional left-right flip.
+
+    Follows `TextualInversionDataset.__getitem__` of diffusers' script.
+
+    Returns:
+        float32 of shape (3, resolution, resolution) in [-1, 1].
+    """
+    import torch
+    from PIL import Image
+
+    if transform.center_crop:
+        side = min(image.size)
+        left, top = (image.width - side) // 2, (image.height - side) // 2
+        image = image.crop((left, top, left + side, top + side))
+    image = image.resize((transform.resolution, transform.resolution), Image.Resampling.BICUBIC)
+    if flip:
+        image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    values = np.asarray(image, dtype=np.uint8).astype(np.float32) / 127.5 - 1.0
+    return torch.from_numpy(values).permute(2, 0, 1).contiguous()

@@ -1,0 +1,313 @@
+"""Find and load the frozen model: from the Hub, a folder, the bundle that ships with icom, or random weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from icom.architectures import ARCHITECTURES, build_text_encoder, build_unet, build_vae, fill_random
+from icom.errors import IcomError
+
+if TYPE_CHECKING:
+    import torch
+    from diffusers import AutoencoderKL, DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+    from transformers import CLIPTextModel, CLIPTokenizer
+
+BUNDLE = Path(__file__).parent / "assets" / "model"
+"""The small pipeline that ships with icom."""
+
+MOVED = {"runwayml/stable-diffusion-v1-5": "stable-diffusion-v1-5/stable-diffusion-v1-5"}
+"""Models that vanished from the Hub -> their copies there."""
+
+SAMPLERS = {
+    "ddim": "DDIMScheduler",
+    "ddpm": "DDPMScheduler",
+    "dpm++": "DPMSolverMultistepScheduler",
+    "euler": "EulerDiscreteScheduler",
+    "euler_a": "EulerAncestralDiscreteScheduler",
+    "lms": "LMSDiscreteScheduler",
+    "pndm": "PNDMScheduler",
+    "unipc": "UniPCMultistepScheduler",
+}
+"""Names that the field uses -> classes of `diffusers`."""
+
+_WEIGHTS = {"text_encoder": "model", "vae": "diffusion_pytorch_model", "unet": "diffusion_pytorch_model"}
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model comes from: exactly one of `folder` and `architecture` is set.
+
+    `name` is what the user asked for, after redirects: it goes into model cards and commands to type.
+    """
+
+    name: str
+    folder: Path | None = None
+    architecture: str | None = None
+    tokenizer: Path | None = None
+    variant: str | None = None
+
+
+@dataclass
+class Model:
+    """The frozen parts of a Stable Diffusion model, on the CPU."""
+
+    source: ModelSource
+    tokenizer: CLIPTokenizer
+    text_encoder: CLIPTextModel
+    vae: AutoencoderKL
+    unet: UNet2DConditionModel
+    noise_scheduler: DDPMScheduler
+
+
+def quiet_libraries() -> None:
+    """Keep Hugging Face's libraries from talking into our output; their errors still come through."""
+    # Has to be in the environment before the import: transformers talks while it is imported.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    import diffusers
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    diffusers.utils.logging.set_verbosity_error()
+    diffusers.utils.logging.disable_progress_bar()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+
+
+def find(
+    name: str,
+    *,
+    tokenizer_name: str | None = None,
+    revision: str | None = None,
+    variant: str | None = None,
+    configs_only: bool = False,
+) -> ModelSource:
+    """Turn what the user wrote into a place to load from, downloading what a Hub id needs.
+
+    Args:
+        name: `bundled`, `random:ARCH`, a folder, or a Hub id.
+        tokenizer_name: folder or Hub id of another tokenizer.
+        revision: Git revision on the Hub.
+        variant: for instance "fp16".
+        configs_only: spare the download of the weights; the source can then not be loaded.
+
+    Raises:
+        IcomError: no such model, a component is missing, or the Hub cannot be reached.
+    """
+    tokenizer = _find_tokenizer(tokenizer_name) if tokenizer_name else None
+    if name == "bundled":
+        return ModelSource(name, BUNDLE, tokenizer=tokenizer)
+    if name.startswith("random:"):
+        architecture = name.removeprefix("random:")
+        if architecture not in ARCHITECTURES:
+            raise IcomError(f"No architecture {architecture!r}; random: knows {', '.join(ARCHITECTURES)}.")
+        return ModelSource(name, architecture=architecture, tokenizer=tokenizer)
+    if Path(name).expanduser().is_dir():
+        source = ModelSource(name, Path(name).expanduser(), tokenizer=tokenizer, variant=variant)
+        _check_folder(source)
+        return source
+    if not _HUB_ID.fullmatch(name) or name.startswith("."):
+        raise IcomError(
+            f"No such model folder: {name}. Give a folder with a Stable Diffusion pipeline in diffusers' layout, "
+            "a Hub id (owner/name), or `bundled`."
+        )
+    if name in MOVED:
+        print(f"icom: {name} is gone from the Hub; taking its copy {MOVED[name]}.", file=sys.stderr)
+        name = MOVED[name]
+    if configs_only:
+        return ModelSource(name, _snapshot(name, revision, ["*/config.json"]))
+    return ModelSource(
+        name, _download(name, revision, variant, with_tokenizer=tokenizer is None), None, tokenizer, variant
+    )
+
+
+def load(source: ModelSource, dtype: torch.dtype) -> Model:
+    """Load all parts, frozen.
+
+    Args:
+        source: from `find`.
+        dtype: precision of VAE and UNet. The text encoder is loaded in float32: its rows are trained.
+
+    Raises:
+        IcomError: a file is damaged or does not fit.
+    """
+    import torch
+
+    quiet_libraries()
+    from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
+    from transformers import CLIPTextModel
+
+    if source.architecture:
+        tokenizer = load_tokenizer(source)
+        parts: list[Any] = []
+        for seed, build in enumerate((build_text_encoder, build_vae, build_unet)):
+            with torch.device("meta"):
+                part = build(source.architecture)
+            part = part.to(torch.float32 if seed == 0 else dtype).to_empty(device="cpu")
+            fill_random(part, seed)
+            parts.append(part)
+        text_encoder, vae, unet = parts
+        embeddings = text_encoder.embeddings  # position_ids is a buffer: to_empty lost its values
+        embeddings.position_ids.copy_(torch.arange(embeddings.position_ids.shape[-1])[None])
+        noise_scheduler = DDPMScheduler(**ARCHITECTURES[source.architecture].scheduler)
+    else:
+        folder, variant = source.folder, source.variant
+        options = {"variant": variant, "use_safetensors": True}
+        tokenizer = load_tokenizer(source)
+        text_encoder = _load_part(
+            CLIPTextModel, folder, "text_encoder", dtype=torch.float32, variant=variant, use_safetensors=True
+        )
+        vae = _load_part(AutoencoderKL, folder, "vae", torch_dtype=dtype, **options)
+        unet = _load_part(UNet2DConditionModel, folder, "unet", torch_dtype=dtype, **options)
+        noise_scheduler = _load_part(DDPMScheduler, folder, "scheduler")
+    for part in (text_encoder, vae, unet):
+        part.requires_grad_(False)
+        part.eval()
+    return Model(source, tokenizer, text_encoder, vae, unet, noise_scheduler)
+
+
+def load_tokenizer(source: ModelSource) -> CLIPTokenizer:
+    """Load the tokenizer (the bundled one for random weights, unless another is named).
+
+    Raises:
+        IcomError: its files are damaged.
+    """
+    quiet_libraries()
+    from transformers import CLIPTokenizer
+
+    folder = source.tokenizer or (source.folder or BUNDLE) / "tokenizer"
+    tokenizer = _load_part(CLIPTokenizer, folder, None)
+    assert isinstance(tokenizer, CLIPTokenizer)
+    return tokenizer
+
+
+def pipeline_of(model: Model, sampler: str = "dpm++") -> StableDiffusionPipeline:
+    """A pipeline over the parts that are in memory already, without safety checker.
+
+    Args:
+        model: its modules are shared, not copied.
+        sampler: a key of SAMPLERS, or "model" for the scheduler that the model ships.
+    """
+    import diffusers
+
+    scheduler: Any = model.noise_scheduler
+    if sampler == "model" and model.source.folder:
+        config = json.loads((model.source.folder / "scheduler" / "scheduler_config.json").read_text())
+        scheduler = getattr(diffusers, config.get("_class_name", "DDPMScheduler")).from_config(config)
+    elif sampler != "model":
+        scheduler = getattr(diffusers, SAMPLERS[sampler]).from_config(scheduler.config)
+    pipeline = diffusers.StableDiffusionPipeline(
+        vae=model.vae,
+        text_encoder=model.text_encoder,
+        tokenizer=model.tokenizer,
+        unet=model.unet,
+        scheduler=scheduler,
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def weights_digest(*modules: torch.nn.Module) -> str:
+    """SHA-256 over names, shapes, dtypes and bytes of all parameters and buffers."""
+    import torch
+
+    digest = hashlib.sha256()
+    for module in modules:
+        for name, tensor in sorted(module.state_dict().items()):
+            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _load_part(loader: Any, folder: Path | None, subfolder: str | None, **options: Any) -> Any:
+    if subfolder is not None:
+        options["subfolder"] = subfolder
+    try:
+        return loader.from_pretrained(str(folder), local_files_only=True, **options)
+    except Exception as error:
+        # The loaders raise nearly anything for a damaged file (OSError, ValueError, KeyError, SafetensorError, …).
+        place = f"{subfolder} in {folder}" if subfolder else f"tokenizer in {folder}"
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise IcomError(f"Cannot load the {place}: {first_line}") from error
+
+
+def _check_folder(source: ModelSource) -> None:
+    """Name everything that is missing in a model folder at once."""
+    assert source.folder is not None
+    suffix = f".{source.variant}.safetensors" if source.variant else ".safetensors"
+    wanted = ["scheduler/scheduler_config.json"] + [f"{part}/config.json" for part in _WEIGHTS]
+    missing = [name for name in wanted if not (source.folder / name).is_file()]
+    for part, stem in _WEIGHTS.items():
+        if not any((source.folder / part).glob(f"{stem}*{suffix}")):
+            missing.append(f"{part}/{stem}{suffix}")
+    if source.tokenizer is None and not (source.folder / "tokenizer").is_dir():
+        missing.append("tokenizer/")
+    if missing:
+        raise IcomError(
+            f"The model folder {source.folder} lacks {', '.join(sorted(missing))}. It has to be a Stable Diffusion "
+            "pipeline in diffusers' layout with safetensors weights."
+        )
+
+
+def _find_tokenizer(name: str) -> Path:
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if not _HUB_ID.fullmatch(name) or name.startswith("."):
+        raise IcomError(f"No such tokenizer folder: {name}.")
+    downloaded = _snapshot(name, None, ["*.json", "*.txt", "tokenizer/*"])
+    return downloaded / "tokenizer" if (downloaded / "tokenizer").is_dir() else downloaded
+
+
+def _download(name: str, revision: str | None, variant: str | None, *, with_tokenizer: bool) -> Path:
+    """Fetch just the files that are needed: no pickles, no other variants, no safety checker."""
+    suffix = f".{variant}.safetensors" if variant else ".safetensors"
+    patterns = ["scheduler/*.json", *(["tokenizer/*"] if with_tokenizer else [])]
+    for part, stem in _WEIGHTS.items():
+        patterns += [f"{part}/config.json", f"{part}/{stem}{suffix}"]
+    folder = _snapshot(name, revision, patterns)
+    _check_folder(ModelSource(name, folder, None, None if with_tokenizer else folder, variant))
+    return folder
+
+
+def _snapshot(name: str, revision: str | None, patterns: list[str]) -> Path:
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+    except GatedRepoError as error:
+        raise IcomError(
+            f"{name} is gated: accept its licence on the Hub and log in (`hf auth login`)."
+        ) from error
+    except RevisionNotFoundError as error:
+        raise IcomError(f"{name} on the Hub has no revision {revision!r}.") from error
+    except RepositoryNotFoundError as error:
+        raise IcomError(
+            f"No model {name}: there is no such folder, and no such (public) repository on the Hub."
+        ) from error
+    except (LocalEntryNotFoundError, OSError) as error:
+        # LocalEntryNotFoundError: the Hub did not answer and the cache does not hold it.
+        raise IcomError(
+            f"Cannot get {name}: the Hub ({constants.ENDPOINT}) cannot be reached and the model is not in the cache. "
+            "Check the network or proxy, or give a folder with the model; `bundled` works without a network."
+        ) from error

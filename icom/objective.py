@@ -1,0 +1,51 @@
+"""The diffusion loss."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from icom.errors import IcomError
+
+if TYPE_CHECKING:
+    from diffusers import DDPMScheduler, UNet2DConditionModel
+
+
+def diffusion_loss(
+    unet: UNet2DConditionModel,
+    noise_scheduler: DDPMScheduler,
+    latents: torch.Tensor,
+    noise: torch.Tensor,
+    timesteps: torch.Tensor,
+    text: torch.Tensor,
+) -> torch.Tensor:
+    """Mean squared error of the UNet's prediction on noised latents (Ho et al. 2020, eq. 14; v: Salimans & Ho 2022).
+
+    What is predicted, noise or velocity, is what the scheduler's configuration says.
+
+    Args:
+        unet: predicts from (noisy latents, timesteps, text).
+        noise_scheduler: the model's noise schedule.
+        latents: (batch, channels, height, width), scaled, in the UNet's dtype.
+        noise: like latents, standard normal.
+        timesteps: int64 of shape (batch,).
+        text: (batch, tokens, width) in the UNet's dtype.
+
+    Returns:
+        float32 scalar: the mean over batch and elements.
+
+    Raises:
+        IcomError: a prediction type that no Stable Diffusion 1.x or 2.x has.
+    """
+    noisy = noise_scheduler.add_noise(latents, noise, timesteps)
+    prediction = unet(noisy, timesteps, text).sample
+    kind = noise_scheduler.config["prediction_type"]
+    if kind == "epsilon":
+        target = noise
+    elif kind == "v_prediction":
+        target = noise_scheduler.get_velocity(latents, noise, timesteps)
+    else:
+        raise IcomError(f"The model's scheduler predicts {kind!r}; icom knows epsilon and v_prediction.")
+    return F.mse_loss(prediction.float(), target.float())

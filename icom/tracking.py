@@ -1,0 +1,82 @@
+"""Trackers (TensorBoard, Weights & Biases, Comet) through Accelerate; all of them work without a network."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from icom.config import SECRETS, TrainConfig
+from icom.errors import UsageError
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from PIL import Image
+
+KNOWN = ("tensorboard", "wandb", "comet_ml")
+
+
+def choose(report_to: str) -> list[str]:
+    """The trackers to use.
+
+    Args:
+        report_to: as in --report_to.
+
+    Raises:
+        UsageError: one was asked for that is not installed.
+    """
+    if report_to == "none":
+        return []
+    installed = [name for name in KNOWN if find_spec(name) is not None]
+    if report_to == "all":
+        return installed
+    if report_to == "auto":
+        return [name for name in installed if name == "tensorboard"]
+    if report_to not in installed:
+        raise UsageError(
+            f"--report_to {report_to}: the package is not installed. `pip install {report_to}` "
+            "(or the extra: `pip install -e .[trackers]`), or --report_to none."
+        )
+    return [report_to]
+
+
+def start(accelerator: Accelerator, config: TrainConfig) -> None:
+    """Open the chosen trackers; W&B and Comet write to disk where they have no key to go online with."""
+    options: dict[str, dict[str, Any]] = {
+        "wandb": {"dir": config.output_dir},
+        "comet_ml": {},
+    }
+    if not os.environ.get("WANDB_API_KEY") and not _netrc_knows_wandb() and "WANDB_MODE" not in os.environ:
+        options["wandb"]["mode"] = "offline"
+    if not os.environ.get("COMET_API_KEY"):
+        options["comet_ml"]["online"] = False
+        os.environ.setdefault("COMET_OFFLINE_DIRECTORY", str(Path(config.output_dir) / config.logging_dir))
+    values = {
+        name: value
+        for name, value in dataclasses.asdict(config).items()
+        if name not in SECRETS and isinstance(value, int | float | str | bool)
+    }
+    accelerator.init_trackers("textual_inversion", config=values, init_kwargs=options)
+
+
+def log_pictures(accelerator: Accelerator, name: str, images: Sequence[Image.Image], step: int) -> None:
+    """Show pictures in every tracker that can."""
+    stack = np.stack([np.asarray(image) for image in images])
+    for tracker in accelerator.trackers:
+        if tracker.name == "tensorboard":
+            tracker.log_images({name: stack}, step=step, dataformats="NHWC")
+        elif tracker.name == "wandb":
+            tracker.log_images({name: list(stack)}, step=step)
+        elif tracker.name == "comet_ml":
+            for index, image in enumerate(images):
+                tracker.tracker.log_image(image, name=f"{name}-{index}", step=step)
+
+
+def _netrc_knows_wandb() -> bool:
+    path = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
+    return path.is_file() and "api.wandb.ai" in path.read_text(errors="replace")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from icom.errors import IcomError
@@ -51,7 +52,6 @@ class State:
         next_sample: index into the sample stream.
         rows: float32 (vectors, width).
         exp_avg, exp_avg_sq: AdamW's moments, like rows.
-        lr_scheduler: its state_dict.
     """
 
     step: int
@@ -59,11 +59,10 @@ class State:
     rows: torch.Tensor
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
-    lr_scheduler: dict[str, Any]
 
 
-def save_checkpoint(output: Path, state: State, identity: Identity, *, keep: int | None) -> Path:
-    """Write checkpoint-<step> and delete the oldest ones beyond `keep`.
+def save_checkpoint(output: Path, state: State, identity: Identity) -> Path:
+    """Write checkpoint-<step>.
 
     Raises:
         IcomError: disk full or folder not writable; earlier checkpoints are intact.
@@ -72,7 +71,6 @@ def save_checkpoint(output: Path, state: State, identity: Identity, *, keep: int
     document = {
         "step": state.step,
         "next_sample": state.next_sample,
-        "lr_scheduler": state.lr_scheduler,
         "identity": asdict(identity),
         "versions": _versions(),
         "sha256": hashlib.sha256(tensors).hexdigest(),
@@ -95,11 +93,13 @@ def save_checkpoint(output: Path, state: State, identity: Identity, *, keep: int
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise write_error(target, error) from error
-    if keep is not None:
-        for old in list_checkpoints(output)[:-keep]:
-            if old != target:
-                shutil.rmtree(old)
     return target
+
+
+def delete_old_checkpoints(output: Path, keep: int) -> None:
+    """Delete all but the `keep` newest checkpoints."""
+    for old in list_checkpoints(output)[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def list_checkpoints(output: Path) -> list[Path]:
@@ -128,7 +128,10 @@ def find_checkpoint(output: Path, wanted: str) -> Path | None:
         if candidate.is_dir():
             return candidate
     there = ", ".join(path.name for path in list_checkpoints(output)) or "none"
-    raise IcomError(f"No such checkpoint: {wanted}. In {output}: {there}.")
+    raise IcomError(
+        f"No such checkpoint: {wanted}. In {output}: {there}. Name another one or `latest`, or drop "
+        "--resume_from_checkpoint to start anew."
+    )
 
 
 def load_checkpoint(folder: Path) -> tuple[State, Identity]:
@@ -149,10 +152,9 @@ def load_checkpoint(folder: Path) -> tuple[State, Identity]:
             tensors["rows"],
             tensors["exp_avg"],
             tensors["exp_avg_sq"],
-            document["lr_scheduler"],
         )
         return state, Identity(**document["identity"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         others = [path for path in list_checkpoints(folder.parent) if path.name != folder.name]
         advice = f"Use --resume_from_checkpoint {others[-1].name}" if others else "Start without resuming"
         what = f"lacks {error}" if isinstance(error, KeyError) else str(error)
@@ -183,9 +185,12 @@ def set_aside_checkpoints(output: Path) -> None:
     if not earlier:
         return
     folder = output / "earlier" / time.strftime("%Y%m%d-%H%M%S")
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in earlier:
-        path.rename(folder / path.name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in earlier:
+            path.rename(folder / path.name)
+    except OSError as error:
+        raise write_error(folder, error) from error
     print(
         f"icom: moved {len(earlier)} checkpoint(s) of an earlier run to {folder} "
         "(to continue such a run: --resume_from_checkpoint latest).",

@@ -123,9 +123,9 @@ def train(config: TrainConfig) -> None:
     if config.push_to_hub and accelerator.is_main_process:
         repository = hub.create_repository(config.hub_model_id or output.resolve().name, config.hub_token)
 
-    run = _prepare(config, backend, accelerator, models.load(source, backend.dtype), pictures)
+    run = prepare(config, backend, accelerator, models.load(source, backend.dtype), pictures)
     initial_rows = run.concept.rows.detach().clone()
-    state = State(0, 0, initial_rows, *(torch.zeros_like(initial_rows) for _ in range(2)), {})
+    state = State(0, 0, initial_rows, torch.zeros_like(initial_rows), torch.zeros_like(initial_rows))
     if resumed:
         changed = differences(resumed[1], run.identity)
         if changed:
@@ -219,9 +219,21 @@ def _settle(
     )
 
 
-def _prepare(
+def prepare(
     config: TrainConfig, backend: Backend, accelerator: Accelerator, model: Model, pictures: list[Picture]
 ) -> Run:
+    """Splice the rows in, freeze and convert the rest, fill the latent cache, make optimizer and sample stream.
+
+    Args:
+        config: with `seed` and `max_train_steps` settled.
+        backend: where it will run.
+        accelerator: knows the other processes.
+        model: freshly loaded; is changed.
+        pictures: checked.
+
+    Raises:
+        UsageError: placeholder, initializer or xFormers do not fit the model or the machine.
+    """
     from diffusers.optimization import get_scheduler
 
     assert config.seed is not None
@@ -338,7 +350,7 @@ def _loop(run: Run, state: State, metrics: Metrics | None, stop: StopRequest) ->
         while step < config.max_train_steps:
             began = time.monotonic()
             learning_rate = run.lr_scheduler.get_last_lr()[0]
-            loss, stop_signal = _step(run, next_sample, stop.signal_number or 0)
+            loss, stop_signal = optimizer_step(run, next_sample, stop.signal_number or 0)
             if not math.isfinite(loss):
                 raise _diverged(run, step, loss)
             step += 1
@@ -375,7 +387,7 @@ def _loop(run: Run, state: State, metrics: Metrics | None, stop: StopRequest) ->
             _save(run, step, next_sample)
 
 
-def _step(run: Run, next_sample: int, stop_signal: int) -> tuple[float, int]:
+def optimizer_step(run: Run, next_sample: int, stop_signal: int = 0) -> tuple[float, int]:
     """One optimizer step.
 
     Args:
@@ -441,12 +453,7 @@ def _loss(run: Run, indices: range) -> torch.Tensor:
 def _save(run: Run, step: int, next_sample: int) -> None:
     moments = run.optimizer.state[run.concept.rows]
     state = State(
-        step,
-        next_sample,
-        run.concept.rows.detach().cpu(),
-        moments["exp_avg"].cpu(),
-        moments["exp_avg_sq"].cpu(),
-        {"last_epoch": run.lr_scheduler.last_epoch, "_last_lr": run.lr_scheduler.get_last_lr()},
+        step, next_sample, run.concept.rows.detach().cpu(), moments["exp_avg"].cpu(), moments["exp_avg_sq"].cpu()
     )
     save_checkpoint(run.output, state, run.identity, keep=run.config.checkpoints_total_limit)
 
@@ -461,9 +468,12 @@ def _restore(run: Run, state: State) -> None:
         "exp_avg": state.exp_avg.to(rows.device),
         "exp_avg_sq": state.exp_avg_sq.to(rows.device),
     }
-    run.lr_scheduler.load_state_dict(state.lr_scheduler)
-    for group, learning_rate in zip(run.optimizer.param_groups, state.lr_scheduler["_last_lr"], strict=True):
-        group["lr"] = learning_rate
+    # The rate is a function of the step alone (LambdaLR.get_lr), so that nothing of the scheduler has to be kept.
+    schedule = run.lr_scheduler
+    rates = [base * f(state.step) for base, f in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
+    for group, rate in zip(run.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    schedule.last_epoch, schedule._last_lr = state.step, rates
 
 
 def _diverged(run: Run, step: int, loss: float) -> IcomError:
@@ -540,7 +550,9 @@ def _finish(
     if config.save_as_full_pipeline:
         del run.model, run.concept  # frees the training copy before the full-precision one is loaded
         _save_full_pipeline(source, output, token, trained)
-    where = hub.upload(output, repository, config.hub_token) if repository else None
+    where = None
+    if repository:
+        where = hub.upload(output, repository, config.hub_token, pipeline=config.save_as_full_pipeline)
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     model = config.pretrained_model_name_or_path

@@ -1,4 +1,4 @@
-"""Caption templates of the textual inversion paper (Gal et al. 2022, arXiv:2208.01618), as diffusers' script has them."""
+"""Caption templates of the textual inversion paper (Gal et al. 2022, arXiv:2208.01618), as in diffusers' script."""
 
 _OBJECT = {
     "a photo of": "a|my|the|one|a clean|a dirty|a nice|a cool|a small|the cool|the clean|the nice|the small"

@@ -96,10 +96,11 @@ def save_checkpoint(output: Path, state: State, identity: Identity) -> Path:
     return target
 
 
-def delete_old_checkpoints(output: Path, keep: int) -> None:
-    """Delete all but the `keep` newest checkpoints."""
+def delete_old_checkpoints(output: Path, keep: int, step: int) -> None:
+    """Delete all but the `keep` newest checkpoints and that of `step` (newer ones may lie there from before)."""
     for old in list_checkpoints(output)[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
+        if old.name != f"checkpoint-{step}":
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def list_checkpoints(output: Path) -> list[Path]:

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import importlib
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 from icom import __version__
 from icom.config import BenchConfig, GenerateConfig, ParamsConfig, TrainConfig, load_train_config
 from icom.errors import IcomError
+from icom.files import is_full, write_error
 
 COMMANDS: dict[str, tuple[Any, str]] = {
     "train": (TrainConfig, "icom.train:train"),
@@ -32,8 +35,14 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except IcomError as error:
         print(f"icom: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except OSError as error:
+        # A full disk strikes in libraries too: trackers, temporary files.
+        if not is_full(error):
+            raise
+        print(f"icom: {write_error(Path(error.filename or tempfile.gettempdir()), error)}", file=sys.stderr)
+        sys.exit(1)
     except KeyboardInterrupt:
-        print("icom: stopped before there was anything to save.", file=sys.stderr)
+        print("\nicom: stopped at once. What was saved before is intact.", file=sys.stderr)
         sys.exit(130)
     sys.exit(0)
 
@@ -63,7 +72,7 @@ def parse(argv: list[str]) -> Any:
 
     commands: Any = None
     for name, (options, _) in COMMANDS.items():
-        command = Annotated[options, tyro.conf.subcommand(name)]
+        command: Any = Annotated[options, tyro.conf.subcommand(name)]
         commands = command if commands is None else commands | command
     return tyro.cli(
         commands,

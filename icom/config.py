@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import io
 import math
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, field, fields
-from pathlib import Path
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeVar
 
 import tyro
@@ -26,9 +24,9 @@ REQUIRED: Any = "???"
 SCHEDULERS = ("ddim", "ddpm", "dpm++", "euler", "euler_a", "lms", "pndm", "unipc")
 """Samplers that `icom generate` knows, by the names that the field uses (see `icom.models.SAMPLERS`)."""
 
-LrScheduler = Literal[
-    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"
-]
+Precision = Literal["no", "fp16", "bf16"]
+
+LrScheduler = Literal["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"]
 
 
 @dataclass(kw_only=True)
@@ -107,7 +105,7 @@ class TrainConfig:
     # Machine.
     backend: Literal["auto", "cpu"] = "auto"
     """What computes. `auto` takes the best that works here and says why."""
-    mixed_precision: Literal["no", "fp16", "bf16"] | None = None
+    mixed_precision: Precision | None = None
     """Precision of the frozen model; the learned rows are always float32. Default: what `accelerate launch` was
     configured with, else `no`. bf16 suits Xeons with AMX or AVX512-BF16; fp16 is for GPUs."""
     gradient_checkpointing: bool = False
@@ -209,7 +207,7 @@ class GenerateConfig:
     """Classifier-free guidance; 1 turns it off and halves the time."""
     resolution: int | None = None
     """Width and height in pixels, a multiple of 8. Default: the model's own."""
-    mixed_precision: Literal["no", "fp16", "bf16"] = "no"
+    mixed_precision: Precision = "no"
     """Precision of the model."""
     backend: Literal["auto", "cpu"] = "auto"
     """What computes."""
@@ -272,10 +270,14 @@ def load_train_config(path: str | None, flags: TrainConfig, given: Sequence[str]
     schema = OmegaConf.structured(TrainConfig)
     try:
         layers = [schema, read_yaml(path)] if path else [schema]
-        merged = OmegaConf.merge(*layers, {name: getattr(flags, name) for name in given})
+        merged = OmegaConf.merge(*layers, {name: _literal(getattr(flags, name)) for name in given})
         missing = sorted(str(key) for key in OmegaConf.missing_keys(merged))
         if missing:
-            example = {"train_data_dir": "photos", "placeholder_token": '"<dicoo>"', "initializer_token": "toy"}
+            example = {
+                "train_data_dir": "photos",
+                "placeholder_token": '"<dicoo>"',
+                "initializer_token": "toy",
+            }
             hint = " ".join(f"--{key} {example.get(key, 'VALUE')}" for key in missing)
             raise UsageError(f"Missing: {', '.join(missing)}. Give them as flags ({hint}) or in --config FILE.")
         config = OmegaConf.to_object(merged)
@@ -298,7 +300,9 @@ def read_yaml(path: str) -> dict[str, Any]:
     try:
         loaded = OmegaConf.load(path)
     except FileNotFoundError:
-        raise UsageError(f"No such configuration file: {path}") from None
+        raise UsageError(
+            f"No such configuration file: {path}. Make one with `icom train … --print_config > {path}`."
+        ) from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UsageError(f"Cannot read the configuration file {path}: {error}") from error
     if not OmegaConf.is_dict(loaded):
@@ -326,7 +330,13 @@ def check_train_config(config: TrainConfig) -> None:
     """
     at_least_one = (
         *("num_vectors", "repeats", "train_batch_size", "gradient_accumulation_steps", "num_train_epochs"),
-        *("max_train_steps", "save_steps", "checkpointing_steps", "checkpoints_total_limit", "validation_steps"),
+        *(
+            "max_train_steps",
+            "save_steps",
+            "checkpointing_steps",
+            "checkpoints_total_limit",
+            "validation_steps",
+        ),
         *("num_validation_images", "lr_num_cycles"),
     )
     for name in at_least_one:
@@ -359,9 +369,7 @@ def check_resolution(resolution: int) -> None:
     """
     if resolution < 8 or resolution % 8:
         below = max(8, resolution // 8 * 8)
-        raise UsageError(
-            f"--resolution has to be a multiple of 8, not {resolution}. Nearest: {below} or {below + 8}."
-        )
+        raise UsageError(f"--resolution has to be a multiple of 8, not {resolution}. Nearest: {below} or {below + 8}.")
 
 
 def check_placeholder(token: str) -> None:
@@ -371,9 +379,7 @@ def check_placeholder(token: str) -> None:
         UsageError: the token is empty or holds white space.
     """
     if not token or token.split() != [token]:
-        raise UsageError(
-            f"--placeholder_token has to be one word without spaces, for instance <dicoo>; not {token!r}."
-        )
+        raise UsageError(f"--placeholder_token has to be one word without spaces, for instance <dicoo>; not {token!r}.")
 
 
 SECRETS = ("hub_token",)
@@ -386,6 +392,9 @@ def to_yaml(config: TrainConfig) -> str:
     from omegaconf import OmegaConf
 
     values = {k: v for k, v in dataclasses.asdict(config).items() if k not in (*SECRETS, *OF_THE_COMMAND)}
-    # A literal ${…} in a prompt must not become an interpolation when the file is read again.
-    escaped = {k: v.replace("${", "\\${") if isinstance(v, str) else v for k, v in values.items()}
-    return OmegaConf.to_yaml(OmegaConf.create(escaped))
+    return OmegaConf.to_yaml(OmegaConf.create({name: _literal(value) for name, value in values.items()}))
+
+
+def _literal(value: Any) -> Any:
+    """A value whose ${…}, in a prompt say, is text and no interpolation: only files interpolate."""
+    return value.replace("${", "\\${") if isinstance(value, str) else value

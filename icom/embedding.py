@@ -65,7 +65,32 @@ def add_placeholder(
     Raises:
         UsageError: placeholder known already, initializer empty or longer than `vectors` tokens.
     """
-    initial_ids = initializer_ids(tokenizer, initializer, vectors)
+    initial_ids = check_words(tokenizer, token, initializer, vectors)
+    first_id = len(tokenizer)
+    table = text_encoder.get_input_embeddings()
+    assert isinstance(table, torch.nn.Embedding)
+    if first_id > table.num_embeddings:
+        raise UsageError(
+            f"The tokenizer has {first_id} tokens and the text encoder only {table.num_embeddings}: they do not "
+            "belong together. Drop --tokenizer_name or name the tokenizer of this model."
+        )
+    tokenizer.add_tokens(placeholder_tokens(token, vectors))
+    repeated = [initial_ids[index % len(initial_ids)] for index in range(vectors)]
+    concept = PlaceholderEmbedding(table, first_id, table.weight[repeated])
+    text_encoder.set_input_embeddings(concept)
+    return concept
+
+
+def check_words(tokenizer: CLIPTokenizer, token: str, initializer: str, vectors: int) -> list[int]:
+    """Whether the new word is new and its initializer known; needs no weights.
+
+    Returns:
+        Token ids of the initializer.
+
+    Raises:
+        UsageError: placeholder known already, initializer empty or longer than `vectors` tokens.
+    """
+    ids = initializer_ids(tokenizer, initializer, vectors)
     for name in placeholder_tokens(token, vectors):
         known = tokenizer.encode(name, add_special_tokens=False)
         if len(known) == 1 and known[0] != tokenizer.unk_token_id:
@@ -73,14 +98,7 @@ def add_placeholder(
                 f"The vocabulary has {name!r} already: it would change a word that the model knows. Choose another "
                 f"--placeholder_token, for instance <my-{token.strip('<>')}>."
             )
-    first_id = len(tokenizer)
-    tokenizer.add_tokens(placeholder_tokens(token, vectors))
-    table = text_encoder.get_input_embeddings()
-    assert isinstance(table, torch.nn.Embedding)
-    repeated = [initial_ids[index % len(initial_ids)] for index in range(vectors)]
-    concept = PlaceholderEmbedding(table, first_id, table.weight[repeated])
-    text_encoder.set_input_embeddings(concept)
-    return concept
+    return ids
 
 
 def initializer_ids(tokenizer: CLIPTokenizer, initializer: str, vectors: int) -> list[int]:
@@ -125,9 +143,7 @@ def captions_to_ids(
             f"--num_vectors {len(tokens)} makes captions of {longest} tokens; the text encoder reads {length}. "
             f"At most {len(tokens) - (longest - length)} fit."
         )
-    encoded = tokenizer(
-        captions, padding="max_length", truncation=True, max_length=length, return_tensors="pt"
-    )
+    encoded = tokenizer(captions, padding="max_length", truncation=True, max_length=length, return_tensors="pt")
     ids = encoded.input_ids
     assert isinstance(ids, torch.Tensor)
     return ids
@@ -154,17 +170,22 @@ def load_embedding(path: Path) -> tuple[str, torch.Tensor]:
     Raises:
         IcomError: missing, damaged, or not one 2-D tensor.
     """
+    if not path.is_file():
+        kind = "is a folder" if path.is_dir() else "does not exist"
+        raise IcomError(f"--embedding {path} {kind}. Name the learned_embeds.safetensors of a run.")
     try:
         tensors = load_file(path)
-    except FileNotFoundError:
-        raise IcomError(f"No such embedding file: {path}") from None
     except (OSError, SafetensorError) as error:
-        raise IcomError(f"{path} is not a safetensors file, or damaged: {error}") from error
+        raise IcomError(
+            f"{path} is not a safetensors file, or damaged ({error}). Take the learned_embeds.safetensors of a run."
+        ) from error
     if len(tensors) != 1:
         raise IcomError(f"{path} holds {len(tensors)} tensors; an embedding file has one, named by its token.")
     ((token, rows),) = tensors.items()
     if rows.dim() == 1:
         rows = rows[None]
-    if rows.dim() != 2 or not rows.is_floating_point():
+    if rows.dim() != 2 or not rows.numel() or not rows.is_floating_point():
         raise IcomError(f"{path} holds {rows.dtype} of shape {tuple(rows.shape)}; expected (vectors, width).")
+    if not bool(torch.isfinite(rows.float()).all()):
+        raise IcomError(f"{path} holds numbers that are not finite: nothing can be drawn with it. Train it again.")
     return token, rows

@@ -11,8 +11,13 @@ from pathlib import Path
 from icom.errors import IcomError
 
 
-def write_atomically(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes, option: str = "--output_dir") -> None:
     """Write a file so that a reader (or a crash at any moment) sees the old content or the new one, never a mixture.
+
+    Args:
+        path: the file.
+        content: all of it.
+        option: what the user chose the folder with.
 
     Raises:
         IcomError: the disk is full or the folder is not writable; the old file is untouched.
@@ -31,7 +36,7 @@ def write_atomically(path: Path, content: bytes) -> None:
             raise
         sync_folder(path.parent)
     except OSError as error:
-        raise write_error(path, error) from error
+        raise write_error(path, error, option) from error
 
 
 def sync_folder(folder: Path) -> None:
@@ -43,15 +48,26 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def write_error(path: Path, error: OSError) -> IcomError:
+def is_full(error: OSError) -> bool:
+    """Whether the disk, or the user's quota on it, is full."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def write_error(path: Path, error: OSError, option: str = "--output_dir") -> IcomError:
     """Say in the user's terms why `path` could not be written."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if is_full(error):
         try:
             free = f"{shutil.disk_usage(path.parent).free / 2**20:.1f} MB free"
         except OSError:
             free = "nothing free"
-        return IcomError(f"The disk is full ({free}): cannot write {path}. What was saved before is intact.")
-    return IcomError(f"Cannot write {path}: {error.strerror or error}. Choose another --output_dir.")
+        return IcomError(
+            f"The disk is full ({free}): cannot write {path}. What was saved before is intact. Free some space or "
+            f"choose another {option}."
+        )
+    in_the_way = next((place for place in (path, *path.parents) if place.is_file()), None)
+    if isinstance(error, FileExistsError | NotADirectoryError) and in_the_way:
+        return IcomError(f"Cannot write {path}: {in_the_way} is a file, no folder. Choose another {option}.")
+    return IcomError(f"Cannot write {path}: {error.strerror or error}. Choose another {option}.")
 
 
 def make_writable_folder(folder: Path) -> None:

@@ -36,27 +36,46 @@ def generate(config: GenerateConfig) -> None:
     for name in ("num_images_per_prompt", "num_inference_steps"):
         if getattr(config, name) < 1:
             raise UsageError(f"--{name} has to be at least 1.")
+    for seed in config.seed:
+        if not 0 <= seed < 2**63 - config.num_images_per_prompt:
+            raise UsageError(f"--seed has to be between 0 and 2^63 - 1, not {seed}.")
     backend, _ = backends.resolve(config.backend, config.mixed_precision)
     words = [load_embedding(Path(path)) for path in config.embedding]
+    trained_on = _trained_on(config.embedding)
+    name = config.pretrained_model_name_or_path or trained_on.get(_MODEL) or "bundled"
+    if name != trained_on.get(_MODEL):
+        trained_on = {}  # the others belong to that model
     source = models.find(
-        config.pretrained_model_name_or_path or _model_beside(config.embedding) or "bundled",
-        tokenizer_name=config.tokenizer_name or _beside(config.embedding, "tokenizer_name"),
-        revision=config.revision,
-        variant=config.variant,
+        name,
+        tokenizer_name=config.tokenizer_name or trained_on.get("tokenizer_name"),
+        revision=config.revision or trained_on.get("revision"),
+        variant=config.variant or trained_on.get("variant"),
     )
     output = Path(config.output_dir)
     make_writable_folder(output)
     model = models.load(source, backend.dtype)
-    width = model.text_encoder.get_input_embeddings().weight.shape[1]
+    width = model.text_encoder.config.hidden_size
     for path, (token, rows) in zip(config.embedding, words, strict=True):
         if rows.shape[1] != width:
             raise IcomError(
                 f"{path} holds rows of width {rows.shape[1]} and {source.name} has {width}: it was trained for "
                 "another kind of model. Name that with --pretrained_model_name_or_path."
             )
+        if token in model.tokenizer.get_vocab():
+            raise IcomError(
+                f"{path} holds {token}, which is known already: from another --embedding, or from {source.name} (made "
+                "with --save_as_full_pipeline?). Leave one of them out."
+            )
         models.pipeline_of(model).load_textual_inversion({token: rows}, token=token)
     backend.prepare(model)
     pipeline = models.pipeline_of(model, config.scheduler)
+    try:
+        pipeline.scheduler.set_timesteps(config.num_inference_steps)
+    except (ValueError, IndexError) as error:
+        raise UsageError(
+            f"--scheduler {config.scheduler} cannot do --num_inference_steps {config.num_inference_steps} ({error}). "
+            "Try 25."
+        ) from error
 
     seeds = [seed + offset for seed in config.seed for offset in range(config.num_images_per_prompt)]
     images = []
@@ -131,17 +150,15 @@ def all_prompts(config: GenerateConfig) -> list[str]:
     return prompts
 
 
-def _beside(embeddings: list[str], option: str) -> str | None:
-    """What the run that made the first embedding had for an option, where its config.yaml lies beside it."""
-    if not embeddings:
-        return None
-    path = Path(embeddings[0]).parent / "config.yaml"
-    value = read_yaml(str(path)).get(option) if path.is_file() else None
-    return value if isinstance(value, str) else None
+_MODEL = "pretrained_model_name_or_path"
 
 
-def _model_beside(embeddings: list[str]) -> str | None:
-    return _beside(embeddings, "pretrained_model_name_or_path")
+def _trained_on(embeddings: list[str]) -> dict[str, str]:
+    """The model options of the run that made the first embedding, where its config.yaml lies beside it."""
+    path = Path(embeddings[0]).parent / "config.yaml" if embeddings else None
+    values = read_yaml(str(path)) if path and path.is_file() else {}
+    names = (_MODEL, "tokenizer_name", "revision", "variant")
+    return {name: values[name] for name in names if isinstance(values.get(name), str)}
 
 
 def _slug(text: str) -> str:

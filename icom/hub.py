@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
-from icom.errors import IcomError
+from icom.errors import IcomError, UsageError
 
-PRIVATE = [".*", "checkpoint-*", "earlier/*", "logs/*", "wandb/*", "validation/*", "*.tmp"]
-"""Patterns in --output_dir that stay at home."""
+RESULTS = (
+    *("README.md", "config.yaml", "comparison.png", "loss.png"),
+    *("learned_embeds.safetensors", "learned_embeds-steps-*.safetensors", "learned_embeds.bin"),
+)
+"""What of --output_dir is uploaded. A list of what goes, not of what stays: the folder may hold anything else."""
+
+PIPELINE = ("model_index.json", "scheduler/*", "text_encoder/*", "tokenizer/*", "unet/*", "vae/*")
+"""What --save_as_full_pipeline adds."""
 
 
 def create_repository(name: str, token: str | None) -> str:
@@ -21,24 +28,44 @@ def create_repository(name: str, token: str | None) -> str:
         The full id, owner/name.
 
     Raises:
+        UsageError: the Hub allows no such name.
         IcomError: not logged in, no right to write, or the Hub cannot be reached.
     """
-    from huggingface_hub import create_repo
-    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
+    api = HfApi(token=token)
     try:
-        return str(create_repo(name, token=token, exist_ok=True).repo_id)
+        repository = str(api.create_repo(name, exist_ok=True).repo_id)
+        # For someone else's public repository `exist_ok` is content. This asks the Hub how it would take a file, which
+        # needs the right to write, and uploads nothing.
+        api.preupload_lfs_files(repository, [CommitOperationAdd("README.md", b"")])
+    except HFValidationError as error:
+        raise UsageError(
+            f"The Hub allows no repository named {name!r}: letters, digits, `-`, `_` and `.` only. Name one with "
+            "--hub_model_id."
+        ) from error
     except HfHubHTTPError as error:
         raise IcomError(
-            f"The Hub refuses {name} ({_status(error)}). Log in with `hf auth login` or set $HF_TOKEN to a token "
+            f"The Hub refuses {name} ({_reason(error)}). Log in with `hf auth login` or set $HF_TOKEN to a token "
             "that may write, or drop --push_to_hub."
         ) from error
     except Exception as error:
-        raise _unreachable(error) from error
+        # huggingface_hub lets its HTTP client's own exceptions through, and which client that is changes.
+        raise IcomError(
+            f"The Hub cannot be reached ({_reason(error)}). Check the network or drop --push_to_hub."
+        ) from error
+    return repository
 
 
-def upload(folder: Path, repository: str, token: str | None) -> str:
+def upload(folder: Path, repository: str, token: str | None, *, pipeline: bool) -> str:
     """Upload the results in `folder` (no checkpoints, no logs).
+
+    Args:
+        folder: --output_dir.
+        repository: from `create_repository`.
+        token: None for the stored one.
+        pipeline: whether the whole pipeline was saved too.
 
     Returns:
         The address of the repository.
@@ -47,33 +74,32 @@ def upload(folder: Path, repository: str, token: str | None) -> str:
         IcomError: the upload failed; the local files are intact.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
 
     api = HfApi(token=token)
+    files = [*RESULTS, *(PIPELINE if pipeline else ())]
     try:
         api.upload_folder(
             repo_id=repository,
             folder_path=folder,
             commit_message="Textual inversion with icom",
-            ignore_patterns=PRIVATE,
+            allow_patterns=files,
         )
-    except HfHubHTTPError as error:
-        raise IcomError(
-            f"The Hub refused the upload to {repository} ({_status(error)}). Everything is in {folder}; "
-            f"try again with `hf upload {repository} {folder}`."
-        ) from error
     except Exception as error:
-        raise _unreachable(error) from error
+        # Whatever it was: training is done, and the user has to hear that nothing of it is lost.
+        again = ["hf", "upload", repository, str(folder), ".", *(f"--include={pattern}" for pattern in files)]
+        raise IcomError(
+            f"The upload to {repository} failed ({_reason(error)}). Everything is in {folder}; try again (logged in "
+            f"with `hf auth login`):\n  {shlex.join(again)}"
+        ) from error
     return f"{api.endpoint}/{repository}"
 
 
-def _status(error: Exception) -> str:
-    response = getattr(error, "response", None)
-    return f"HTTP {response.status_code}" if response is not None else "no answer"
-
-
-def _unreachable(error: Exception) -> IcomError:
-    # huggingface_hub lets its HTTP client's own exceptions through, and which client that is changes.
-    return IcomError(
-        f"The Hub cannot be reached ({type(error).__name__}). Check the network or drop --push_to_hub."
-    )
+def _reason(error: BaseException) -> str:
+    """The Hub's status, else the kind of error; no text from outside, for that may quote the token."""
+    cause: BaseException | None = error
+    while cause is not None:
+        response = getattr(cause, "response", None)
+        if response is not None:
+            return f"HTTP {response.status_code}"
+        cause = cause.__cause__
+    return type(error).__name__

@@ -47,16 +47,21 @@ def list_pictures(folder: str) -> list[Picture]:
         IcomError: folder missing or empty, or files that are no good; all of them are named.
     """
     root = BUNDLED_PICTURES if folder == "bundled" else Path(folder).expanduser()
-    if not root.is_dir():
+    try:
+        entries = sorted(root.iterdir())
+    except (FileNotFoundError, NotADirectoryError) as error:
+        what = "No such picture folder" if isinstance(error, FileNotFoundError) else "Not a picture folder but a file"
         raise IcomError(
-            f"No such picture folder: {folder}. Put 3 to 30 pictures of the concept into a folder and name it with "
+            f"{what}: {folder}. Put 3 to 30 pictures of the concept into a folder and name it with "
             "--train_data_dir (`bundled` for the ones that ship with icom)."
-        )
-    files = sorted(path for path in root.iterdir() if path.is_file() and not path.name.startswith("."))
+        ) from None
+    except OSError as error:
+        raise IcomError(f"Cannot read the picture folder {folder}: {error.strerror}.") from error
+    files = [path for path in entries if path.is_file() and not path.name.startswith(".")]
     if not files:
-        folders = sum(path.is_dir() for path in root.iterdir())
-        hint = f" It only holds folders ({folders}); name one of them." if folders else ""
-        raise IcomError(f"The picture folder {folder} is empty.{hint}")
+        folders = sum(path.is_dir() for path in entries)
+        hint = f"It only holds folders ({folders}); name one of them" if folders else "Put 3 to 30 pictures into it"
+        raise IcomError(f"The picture folder {folder} is empty. {hint} (--train_data_dir).")
     pictures, problems = [], []
     for path in files:
         try:
@@ -76,7 +81,7 @@ def read_picture(path: Path) -> Image.Image:
     Raises:
         IcomError: not a picture, damaged, or more than MAX_PIXELS.
     """
-    from PIL import Image, ImageOps
+    from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
         with warnings.catch_warnings():
@@ -91,8 +96,11 @@ def read_picture(path: Path) -> Image.Image:
                 image.load()
                 upright = ImageOps.exif_transpose(image)
     except Image.DecompressionBombError:
-        raise IcomError(f"{path.name}: too many pixels; scale it down") from None
-    except Image.UnidentifiedImageError:
+        # Pillow's own limit, some twice as high, strikes before it tells us the size.
+        raise IcomError(
+            f"{path.name}: too many pixels ({MAX_PIXELS // 10**6} megapixels at most); scale it down"
+        ) from None
+    except UnidentifiedImageError:
         raise IcomError(f"{path.name}: not a picture") from None
     except PermissionError:
         raise IcomError(f"{path.name}: not readable (permissions)") from None

@@ -129,7 +129,13 @@ def _key(picture: Picture, transform: Transform, vae_digest: str, *, flip: bool)
 
 
 def _encode(
-    variants: list[_Variant], transform: Transform, vae: AutoencoderKL, folder: Path, threads: int, *, show: bool
+    variants: list[_Variant],
+    transform: Transform,
+    vae: AutoencoderKL,
+    folder: Path,
+    threads: int,
+    *,
+    show: bool,
 ) -> Iterator[tuple[_Variant, tuple[torch.Tensor, torch.Tensor]]]:
     def decode(variant: _Variant) -> torch.Tensor:
         return pixels(read_picture(variant.picture.path), transform, flip=variant.flip)
@@ -149,7 +155,7 @@ def _write(path: Path, entry: tuple[torch.Tensor, torch.Tensor], folder: Path) -
     tensors = {"mean": entry[0].contiguous(), "std": entry[1].contiguous()}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, save(tensors, metadata={"sha256": _tensors_digest(*entry)}))
+        write_atomically(path, save(tensors, metadata={"sha256": _tensors_digest(*entry)}), "--cache_dir")
     except (OSError, IcomError) as error:
         # The cache only saves time: without it the run goes on with what it has in memory.
         print(f"icom: latents are not kept for the next run ({error})", file=sys.stderr)

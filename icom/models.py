@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from icom.architectures import ARCHITECTURES, build_text_encoder, build_unet, build_vae, fill_random
-from icom.errors import IcomError
+from icom.errors import IcomError, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +39,7 @@ SAMPLERS = {
 """Names that the field uses -> classes of `diffusers`."""
 
 _WEIGHTS = {"text_encoder": "model", "vae": "diffusion_pytorch_model", "unet": "diffusion_pytorch_model"}
+_VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"))
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -77,8 +78,8 @@ def quiet_libraries() -> None:
     import diffusers
     import transformers
 
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     diffusers.utils.logging.set_verbosity_error()
     diffusers.utils.logging.disable_progress_bar()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
@@ -114,9 +115,9 @@ def find(
         return ModelSource(name, architecture=architecture, tokenizer=tokenizer)
     if Path(name).expanduser().is_dir():
         source = ModelSource(name, Path(name).expanduser(), tokenizer=tokenizer, variant=variant)
-        _check_folder(source)
+        _check_folder(source, configs_only=configs_only)
         return source
-    if not _HUB_ID.fullmatch(name) or name.startswith("."):
+    if not is_hub_id(name):
         raise IcomError(
             f"No such model folder: {name}. Give a folder with a Stable Diffusion pipeline in diffusers' layout, "
             "a Hub id (owner/name), or `bundled`."
@@ -125,10 +126,17 @@ def find(
         print(f"icom: {name} is gone from the Hub; taking its copy {MOVED[name]}.", file=sys.stderr)
         name = MOVED[name]
     if configs_only:
-        return ModelSource(name, _snapshot(name, revision, ["*/config.json"]))
+        source = ModelSource(name, _snapshot(name, revision, [f"{part}/config.json" for part in _WEIGHTS]))
+        _check_folder(source, configs_only=True)
+        return source
     return ModelSource(
         name, _download(name, revision, variant, with_tokenizer=tokenizer is None), None, tokenizer, variant
     )
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a model of that name can only be on the Hub: owner/name, and no folder here."""
+    return bool(_HUB_ID.fullmatch(name)) and not name.startswith(".") and not Path(name).is_dir()
 
 
 def load(source: ModelSource, dtype: torch.dtype) -> Model:
@@ -164,11 +172,11 @@ def load(source: ModelSource, dtype: torch.dtype) -> Model:
         folder, variant = source.folder, source.variant
         options = {"variant": variant, "use_safetensors": True}
         tokenizer = load_tokenizer(source)
-        text_encoder = _load_part(
-            CLIPTextModel, folder, "text_encoder", dtype=torch.float32, variant=variant, use_safetensors=True
-        )
-        vae = _load_part(AutoencoderKL, folder, "vae", torch_dtype=dtype, **options)
-        unet = _load_part(UNet2DConditionModel, folder, "unet", torch_dtype=dtype, **options)
+        # What does not fit is then reported by name, as diffusers does in any case.
+        fit = {"ignore_mismatched_sizes": True}
+        text_encoder = _load_weights(CLIPTextModel, folder, "text_encoder", dtype=torch.float32, **options, **fit)
+        vae = _load_weights(AutoencoderKL, folder, "vae", torch_dtype=dtype, **options)
+        unet = _load_weights(UNet2DConditionModel, folder, "unet", torch_dtype=dtype, **options)
         noise_scheduler = _load_part(DDPMScheduler, folder, "scheduler")
     for part in (text_encoder, vae, unet):
         part.requires_grad_(False)
@@ -186,6 +194,12 @@ def load_tokenizer(source: ModelSource) -> CLIPTokenizer:
     from transformers import CLIPTokenizer
 
     folder = source.tokenizer or (source.folder or BUNDLE) / "tokenizer"
+    if not any(all((folder / name).is_file() for name in names) for names in _VOCABULARIES):
+        # transformers would make an empty tokenizer.
+        raise IcomError(
+            f"The tokenizer folder {folder} lacks tokenizer.json (or vocab.json and merges.txt). Fetch the model "
+            "again, or name another tokenizer with --tokenizer_name."
+        )
     tokenizer = _load_part(CLIPTokenizer, folder, None)
     assert isinstance(tokenizer, CLIPTokenizer)
     return tokenizer
@@ -197,6 +211,9 @@ def pipeline_of(model: Model, sampler: str = "dpm++") -> StableDiffusionPipeline
     Args:
         model: its modules are shared, not copied.
         sampler: a key of SAMPLERS, or "model" for the scheduler that the model ships.
+
+    Raises:
+        UsageError: the sampler needs a package that is not installed.
     """
     import diffusers
 
@@ -205,7 +222,12 @@ def pipeline_of(model: Model, sampler: str = "dpm++") -> StableDiffusionPipeline
         config = json.loads((model.source.folder / "scheduler" / "scheduler_config.json").read_text())
         scheduler = getattr(diffusers, config.get("_class_name", "DDPMScheduler")).from_config(config)
     elif sampler != "model":
-        scheduler = getattr(diffusers, SAMPLERS[sampler]).from_config(scheduler.config)
+        try:
+            scheduler = getattr(diffusers, SAMPLERS[sampler]).from_config(scheduler.config)
+        except ImportError as error:  # lms integrates with scipy
+            raise UsageError(
+                f"--scheduler {sampler} needs a package that is not installed: `pip install scipy`, or take another."
+            ) from error
     pipeline = diffusers.StableDiffusionPipeline(
         vae=model.vae,
         text_encoder=model.text_encoder,
@@ -240,21 +262,41 @@ def _load_part(loader: Any, folder: Path | None, subfolder: str | None, **option
     except Exception as error:
         # The loaders raise nearly anything for a damaged file (OSError, ValueError, KeyError, SafetensorError, …).
         place = f"{subfolder} in {folder}" if subfolder else f"tokenizer in {folder}"
-        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise IcomError(f"Cannot load the {place}: {first_line}") from error
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].split(". ")[0].rstrip(".")
+        if isinstance(error, KeyError):
+            reason = f"lacks {reason}"
+        raise IcomError(
+            f"Cannot load the {place}: {reason}. The file is damaged or not whole; fetch the model again."
+        ) from error
 
 
-def _check_folder(source: ModelSource) -> None:
+def _load_weights(loader: Any, folder: Path | None, part: str, **options: Any) -> Any:
+    """Load a module and prove that every weight came from the file: the loaders make up what they do not find."""
+    module, report = _load_part(loader, folder, part, output_loading_info=True, **options)
+    mismatched = {key[0] if isinstance(key, tuple) else key for key in report["mismatched_keys"]}
+    wrong = sorted({*report["missing_keys"], *mismatched})
+    if wrong:
+        raise IcomError(
+            f"The weights of the {part} in {folder} do not fit its config.json: {len(wrong)} are missing or of another "
+            f"shape ({wrong[0]}{', …' if wrong[1:] else ''}). Fetch the model again."
+        )
+    return module
+
+
+def _check_folder(source: ModelSource, *, configs_only: bool = False) -> None:
     """Name everything that is missing in a model folder at once."""
     assert source.folder is not None
     suffix = f".{source.variant}.safetensors" if source.variant else ".safetensors"
-    wanted = ["scheduler/scheduler_config.json"] + [f"{part}/config.json" for part in _WEIGHTS]
+    wanted = [f"{part}/config.json" for part in _WEIGHTS]
+    if not configs_only:
+        wanted.append("scheduler/scheduler_config.json")
     missing = [name for name in wanted if not (source.folder / name).is_file()]
-    for part, stem in _WEIGHTS.items():
-        if not any((source.folder / part).glob(f"{stem}*{suffix}")):
-            missing.append(f"{part}/{stem}{suffix}")
-    if source.tokenizer is None and not (source.folder / "tokenizer").is_dir():
-        missing.append("tokenizer/")
+    if not configs_only:
+        for part, stem in _WEIGHTS.items():
+            if not any((source.folder / part).glob(f"{stem}*{suffix}")):
+                missing.append(f"{part}/{stem}{suffix}")
+        if source.tokenizer is None and not (source.folder / "tokenizer").is_dir():
+            missing.append("tokenizer/")
     if missing:
         raise IcomError(
             f"The model folder {source.folder} lacks {', '.join(sorted(missing))}. It has to be a Stable Diffusion "
@@ -266,7 +308,7 @@ def _find_tokenizer(name: str) -> Path:
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
-    if not _HUB_ID.fullmatch(name) or name.startswith("."):
+    if not is_hub_id(name):
         raise IcomError(f"No such tokenizer folder: {name}.")
     downloaded = _snapshot(name, None, ["*.json", "*.txt", "tokenizer/*"])
     return downloaded / "tokenizer" if (downloaded / "tokenizer").is_dir() else downloaded
@@ -287,7 +329,8 @@ def _snapshot(name: str, revision: str | None, patterns: list[str]) -> Path:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
-        LocalEntryNotFoundError,
+        HfHubHTTPError,
+        HFValidationError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
@@ -296,17 +339,26 @@ def _snapshot(name: str, revision: str | None, patterns: list[str]) -> Path:
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except GatedRepoError as error:
-        raise IcomError(
-            f"{name} is gated: accept its licence on the Hub and log in (`hf auth login`)."
-        ) from error
+        raise IcomError(f"{name} is gated: accept its licence on the Hub and log in (`hf auth login`).") from error
     except RevisionNotFoundError as error:
         raise IcomError(f"{name} on the Hub has no revision {revision!r}.") from error
-    except RepositoryNotFoundError as error:
+    except (RepositoryNotFoundError, HFValidationError) as error:
         raise IcomError(
             f"No model {name}: there is no such folder, and no such (public) repository on the Hub."
         ) from error
-    except (LocalEntryNotFoundError, OSError) as error:
-        # LocalEntryNotFoundError: the Hub did not answer and the cache does not hold it.
+    except HfHubHTTPError as error:
+        raise IcomError(
+            f"The Hub refuses {name} (HTTP {error.response.status_code}). Is the stored token ($HF_TOKEN or "
+            "`hf auth login`) still valid?"
+        ) from error
+    except Exception as error:
+        # LocalEntryNotFoundError: the Hub did not answer and the cache does not hold it. The HTTP client's own
+        # exceptions come through too, and which client that is changes.
+        if isinstance(error, OSError) and error.errno is not None:
+            raise IcomError(
+                f"Cannot write the cache {constants.HF_HUB_CACHE}: {error.strerror}. Name a folder with room with "
+                "$HF_HOME."
+            ) from error
         raise IcomError(
             f"Cannot get {name}: the Hub ({constants.ENDPOINT}) cannot be reached and the model is not in the cache. "
             "Check the network or proxy, or give a folder with the model; `bundled` works without a network."

@@ -37,7 +37,7 @@ class ReferenceTrainer:
         first = len(self.tokenizer)
         self.tokenizer.add_tokens(tokens)
         self.token_ids = list(range(first, first + len(tokens)))
-        size = max(len(self.tokenizer), model.text_encoder.get_input_embeddings().num_embeddings)
+        size = max(len(self.tokenizer), model.text_encoder.config.vocab_size)
         table = model.text_encoder.resize_token_embeddings(size, mean_resizing=False)
         with torch.no_grad():
             for position, token_id in enumerate(self.token_ids):
@@ -66,7 +66,8 @@ class ReferenceTrainer:
         with torch.no_grad():
             posterior = self.model.vae.encode(pictures.to(self.model.vae.dtype)).latent_dist
         scaling: Any = self.model.vae.config["scaling_factor"]
-        return (posterior.mean + posterior.std * noise.to(posterior.mean.dtype)) * scaling
+        latents: torch.Tensor = (posterior.mean + posterior.std * noise.to(posterior.mean.dtype)) * scaling
+        return latents
 
     def train_batch(
         self, latents: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor, ids: torch.Tensor

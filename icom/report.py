@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from PIL import Image
 
 from icom.files import write_atomically, write_error
+from icom.models import is_hub_id
 
 
 class Metrics:
@@ -71,8 +73,10 @@ def loss_curve(rows: Sequence[dict[str, Any]], path: Path) -> None:
     axes.set(xlabel="optimizer step", ylabel="loss", title="Diffusion loss")
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=120)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, dpi=120)
     plt.close(figure)
+    write_atomically(path, buffer.getvalue())
 
 
 def running_mean(values: Sequence[float], weight: float = 0.05) -> list[float]:
@@ -88,9 +92,7 @@ def grid(images: Sequence[Image.Image], columns: int, gap: int = 4) -> Image.Ima
     """Lay pictures of one size out in rows of `columns`."""
     width, height = images[0].size
     rows = -(-len(images) // columns)
-    sheet = Image.new(
-        "RGB", (columns * (width + gap) - gap, rows * (height + gap) - gap), (255, 255, 255)
-    )
+    sheet = Image.new("RGB", (columns * (width + gap) - gap, rows * (height + gap) - gap), (255, 255, 255))
     for index, image in enumerate(images):
         row, column = divmod(index, columns)
         sheet.paste(image, (column * (width + gap), row * (height + gap)))
@@ -104,9 +106,7 @@ def save_png(image: Image.Image, path: Path) -> None:
     write_atomically(path, buffer.getvalue())
 
 
-def model_card(
-    *, token: str, base_model: str, learnable_property: str, steps: int, pictures: Sequence[str]
-) -> str:
+def model_card(*, token: str, base_model: str, learnable_property: str, steps: int, pictures: Sequence[str]) -> str:
     """Text of the README.md that goes to the Hub.
 
     Args:
@@ -117,15 +117,27 @@ def model_card(
         pictures: file names beside the card.
     """
     header = ["---", "library_name: diffusers"]
-    if "/" in base_model and not Path(base_model).exists():
+    if is_hub_id(base_model):
         header.append(f"base_model: {base_model}")
     header += ["tags:", "- stable-diffusion", "- text-to-image", "- diffusers", "- textual_inversion", "---"]
     kind = "a style" if learnable_property == "style" else "an object"
     body = [
-        f"# {token}",
+        f"# `{token}`",  # bare, <…> would be an HTML tag and vanish
         "",
         f"Textual inversion embedding for {base_model}: `{token}` stands for {kind} learned in {steps} steps.",
         "",
+        *_how_to_draw(token, base_model),
+        "",
+        *(f"![{name}](./{name})" for name in pictures),
+    ]
+    return "\n".join([*header, "", *body]) + "\n"
+
+
+def _how_to_draw(token: str, base_model: str) -> list[str]:
+    if base_model == "bundled" or base_model.startswith("random:"):  # names that only icom knows
+        options = ["--embedding", "learned_embeds.safetensors", "--pretrained_model_name_or_path", base_model]
+        return ["```sh", shlex.join(["icom", "generate", *options, "--prompt", f"a photo of {token}"]), "```"]
+    return [
         "```python",
         "from diffusers import StableDiffusionPipeline",
         "",
@@ -133,7 +145,4 @@ def model_card(
         'pipeline.load_textual_inversion("learned_embeds.safetensors")',
         f'pipeline("a photo of {token}").images[0]',
         "```",
-        "",
-        *(f"![{name}](./{name})" for name in pictures),
     ]
-    return "\n".join([*header, "", *body]) + "\n"

@@ -32,7 +32,7 @@ def choose(report_to: str) -> list[str]:
     """
     if report_to == "none":
         return []
-    installed = [name for name in KNOWN if find_spec(name) is not None]
+    installed = [name for name in KNOWN if _is_installed(name)]
     if report_to == "all":
         return installed
     if report_to == "auto":
@@ -75,6 +75,12 @@ def log_pictures(accelerator: Accelerator, name: str, images: Sequence[Image.Ima
         elif tracker.name == "comet_ml":
             for index, image in enumerate(images):
                 tracker.tracker.log_image(image, name=f"{name}-{index}", step=step)
+
+
+def _is_installed(name: str) -> bool:
+    spec = find_spec(name)
+    # A folder wandb/ that a tracker left in the current one passes for a package, but has no file to start from.
+    return spec is not None and spec.origin is not None
 
 
 def _netrc_knows_wandb() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import math
 import os
 import resource
@@ -12,9 +13,10 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import torch
+from safetensors import SafetensorError
 from tqdm import tqdm
 
 from icom import backends, hub, models, tracking
@@ -22,6 +24,7 @@ from icom.captions import TEMPLATES
 from icom.checkpoint import (
     Identity,
     State,
+    delete_old_checkpoints,
     differences,
     find_checkpoint,
     list_checkpoints,
@@ -29,11 +32,12 @@ from icom.checkpoint import (
     save_checkpoint,
     set_aside_checkpoints,
 )
-from icom.config import TrainConfig, to_yaml
+from icom.config import Precision, TrainConfig, to_yaml
 from icom.embedding import (
     PlaceholderEmbedding,
     add_placeholder,
     captions_to_ids,
+    check_words,
     placeholder_tokens,
     save_embedding,
 )
@@ -88,9 +92,8 @@ class Run:
     def samples_per_step(self) -> int:
         """Total batch: samples of all processes in one optimizer step."""
         config = self.config
-        return (
-            config.train_batch_size * self.accelerator.num_processes * config.gradient_accumulation_steps
-        )
+        batch = config.train_batch_size * config.gradient_accumulation_steps
+        return batch * int(self.accelerator.num_processes)
 
 
 def train(config: TrainConfig) -> None:
@@ -103,7 +106,7 @@ def train(config: TrainConfig) -> None:
     """
     keep_freed_memory()
     began = time.monotonic()
-    precision = config.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no"
+    precision = _precision(config)
     backend, reason = backends.resolve(config.backend, precision)
     # What is quick to check comes first: nothing is loaded for a run that cannot work.
     pictures = list_pictures(config.train_data_dir)
@@ -117,6 +120,7 @@ def train(config: TrainConfig) -> None:
         revision=config.revision,
         variant=config.variant,
     )
+    check_words(models.load_tokenizer(source), config.placeholder_token, config.initializer_token, config.num_vectors)
     accelerator = _start_accelerate(config, backend, precision, reporters)
     config = _settle(config, accelerator, source.name, precision, resumed, len(pictures))
     repository = None
@@ -154,6 +158,16 @@ def train(config: TrainConfig) -> None:
         _finish(run, initial_rows, metrics.rows if metrics else [], repository, began)
 
 
+def _precision(config: TrainConfig) -> Precision:
+    """--mixed_precision, else what `accelerate launch` was configured with."""
+    if config.mixed_precision:
+        return config.mixed_precision
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if launched not in get_args(Precision):
+        raise UsageError(f"Accelerate is configured for {launched}; set --mixed_precision to bf16, fp16 or no.")
+    return cast(Precision, launched)
+
+
 def _read_checkpoint(config: TrainConfig, output: Path) -> tuple[State, Identity] | None:
     if config.resume_from_checkpoint is None:
         return None
@@ -164,9 +178,7 @@ def _read_checkpoint(config: TrainConfig, output: Path) -> tuple[State, Identity
     return load_checkpoint(folder)
 
 
-def _start_accelerate(
-    config: TrainConfig, backend: Backend, precision: str, reporters: list[str]
-) -> Accelerator:
+def _start_accelerate(config: TrainConfig, backend: Backend, precision: Precision, reporters: list[str]) -> Accelerator:
     from accelerate import Accelerator
     from accelerate.utils import ProjectConfiguration
 
@@ -185,7 +197,7 @@ def _settle(
     config: TrainConfig,
     accelerator: Accelerator,
     model_name: str,
-    precision: str,
+    precision: Precision,
     resumed: tuple[State, Identity] | None,
     pictures: int,
 ) -> TrainConfig:
@@ -275,9 +287,7 @@ def prepare(
     )
     learning_rate = config.learning_rate
     if config.scale_lr:
-        learning_rate *= (
-            config.train_batch_size * config.gradient_accumulation_steps * accelerator.num_processes
-        )
+        learning_rate *= config.train_batch_size * config.gradient_accumulation_steps * accelerator.num_processes
     optimizer = torch.optim.AdamW(
         [concept.rows],
         lr=learning_rate,
@@ -299,7 +309,14 @@ def prepare(
         len(templates),
         model.noise_scheduler.config["num_train_timesteps"],
     )
-    options = ("placeholder_token", "num_vectors", "learnable_property", "resolution", "center_crop", "repeats")
+    options = (
+        "placeholder_token",
+        "num_vectors",
+        "learnable_property",
+        "resolution",
+        "center_crop",
+        "repeats",
+    )
     identity = Identity(
         config.seed,
         model_digest,
@@ -336,6 +353,7 @@ def _loop(run: Run, state: State, metrics: Metrics | None, stop: StopRequest) ->
     config = run.config
     assert config.max_train_steps is not None
     step, next_sample = state.step, state.next_sample
+    saved_at = None  # the step of a checkpoint that no finite loss has followed yet
     losses = [row["loss"] for row in metrics.rows] if metrics else []
     bar = tqdm(
         total=config.max_train_steps,
@@ -353,6 +371,10 @@ def _loop(run: Run, state: State, metrics: Metrics | None, stop: StopRequest) ->
             loss, stop_signal = optimizer_step(run, next_sample, stop.signal_number or 0)
             if not math.isfinite(loss):
                 raise _diverged(run, step, loss)
+            if saved_at is not None and run.leads and config.checkpoints_total_limit:
+                # Not when it was saved: its rows might have been the ones that go astray, and the older good.
+                delete_old_checkpoints(run.output, config.checkpoints_total_limit, saved_at)
+            saved_at = None
             step += 1
             next_sample += run.samples_per_step
             seconds = time.monotonic() - began
@@ -368,6 +390,7 @@ def _loop(run: Run, state: State, metrics: Metrics | None, stop: StopRequest) ->
             if run.leads:
                 if (step % config.checkpointing_steps == 0 or stop_signal) and not done:
                     _save(run, step, next_sample)
+                    saved_at = step
                 if step % config.save_steps == 0:
                     save_embedding(
                         run.output / f"learned_embeds-steps-{step}.safetensors",
@@ -385,6 +408,8 @@ def _loop(run: Run, state: State, metrics: Metrics | None, stop: StopRequest) ->
                 )
         if run.leads and state.step < step:
             _save(run, step, next_sample)
+            if config.checkpoints_total_limit:
+                delete_old_checkpoints(run.output, config.checkpoints_total_limit, step)
 
 
 def optimizer_step(run: Run, next_sample: int, stop_signal: int = 0) -> tuple[float, int]:
@@ -396,8 +421,8 @@ def optimizer_step(run: Run, next_sample: int, stop_signal: int = 0) -> tuple[fl
         stop_signal: number of the signal that this process got, or 0.
 
     Returns:
-        (mean loss over all processes, highest signal that any process got). With a loss that is not finite the
-        optimizer did not step.
+        (mean loss over all processes, highest signal that any process got). With a loss or gradient that is not
+        finite the optimizer did not step; the loss is then not finite either, nor when the rows have become so.
     """
     config, world = run.config, run.accelerator.num_processes
     rows = run.concept.rows
@@ -422,6 +447,8 @@ def optimizer_step(run: Run, next_sample: int, stop_signal: int = 0) -> tuple[fl
     if math.isfinite(total):
         run.optimizer.step()
         run.lr_scheduler.step()
+        if not bool(torch.isfinite(rows).all()):
+            total = math.nan
     run.optimizer.zero_grad(set_to_none=True)
     return total, stop_signal
 
@@ -453,9 +480,13 @@ def _loss(run: Run, indices: range) -> torch.Tensor:
 def _save(run: Run, step: int, next_sample: int) -> None:
     moments = run.optimizer.state[run.concept.rows]
     state = State(
-        step, next_sample, run.concept.rows.detach().cpu(), moments["exp_avg"].cpu(), moments["exp_avg_sq"].cpu()
+        step,
+        next_sample,
+        run.concept.rows.detach().cpu(),
+        moments["exp_avg"].cpu(),
+        moments["exp_avg_sq"].cpu(),
     )
-    save_checkpoint(run.output, state, run.identity, keep=run.config.checkpoints_total_limit)
+    save_checkpoint(run.output, state, run.identity)
 
 
 def _restore(run: Run, state: State) -> None:
@@ -477,12 +508,32 @@ def _restore(run: Run, state: State) -> None:
 
 
 def _diverged(run: Run, step: int, loss: float) -> IcomError:
-    checkpoints = list_checkpoints(run.output)
-    kept = f"The last good checkpoint is {checkpoints[-1]}." if checkpoints else "There is no checkpoint yet."
-    halved = run.config.learning_rate / 10
+    """What to do about a loss that is not finite, after `step` good steps."""
+    happened = f"The loss became {loss} at step {step + 1}; stopped before anything of it was saved."
+    parts = {"text_encoder": run.model.text_encoder, "vae": run.model.vae, "unet": run.model.unet}
+    broken = [
+        name
+        for name, part in parts.items()
+        if not all(
+            bool(torch.isfinite(weights).all()) for weights in part.parameters() if weights is not run.concept.rows
+        )
+    ]
+    if broken:
+        return IcomError(
+            f"{happened} The weights of {' and '.join(broken)} in {run.model.source.name} hold numbers that are not "
+            "finite: the model is damaged. Fetch it again."
+        )
+    # The rows of checkpoint-<step> led here; those of an earlier one are known to have given a finite loss.
+    good = [path for path in list_checkpoints(run.output) if int(path.name.removeprefix("checkpoint-")) < step]
+    lower = f"--learning_rate {min(run.config.learning_rate / 10, 1e-3):g}"
+    start = (
+        f"The last good checkpoint is {good[-1]}: continue from it with --resume_from_checkpoint {good[-1].name} and"
+        if good
+        else "There is no good checkpoint yet: start anew with"
+    )
     return IcomError(
-        f"The loss became {loss} at step {step + 1}; stopped, and nothing was overwritten. {kept} Try a lower "
-        f"--learning_rate (say {halved:g}), --mixed_precision no, or --adam_epsilon 1e-6."
+        f"{happened} {start} a lower learning rate ({lower}). If that does not help, start anew with "
+        "--mixed_precision no or --adam_epsilon 1e-6."
     )
 
 
@@ -531,7 +582,9 @@ def _finish(
     token, learned = config.placeholder_token, run.concept.rows
     save_embedding(output / EMBEDDING, token, learned)
     if config.no_safe_serialization:
-        torch.save({token: learned.detach().cpu()}, output / "learned_embeds.bin")
+        buffer = io.BytesIO()
+        torch.save({token: learned.detach().cpu()}, buffer)
+        write_atomically(output / "learned_embeds.bin", buffer.getvalue())
     loss_curve(rows, output / "loss.png")
     pictures = ["loss.png"]
     if config.num_comparison_images:
@@ -595,4 +648,9 @@ def _save_full_pipeline(source: models.ModelSource, output: Path, token: str, ro
     model = models.load(source, torch.float32)
     pipeline = models.pipeline_of(model, sampler="model")
     pipeline.load_textual_inversion({token: rows.cpu()}, token=token)
-    pipeline.save_pretrained(output, safe_serialization=True)
+    try:
+        pipeline.save_pretrained(output, safe_serialization=True)
+    except (OSError, SafetensorError) as error:
+        raise IcomError(
+            f"Cannot write the whole pipeline to {output}: {error}. The new word itself is saved there ({EMBEDDING})."
+        ) from error

@@ -51,8 +51,7 @@ def reference_rows(run: Run, config: TrainConfig) -> torch.Tensor:
         samples = [run.stream[i] for i in range(first, first + config.train_batch_size)]
         noises = [gaussian_noise(s, tuple(run.moments.mean.shape[2:])) for s in samples]
         latents = [
-            run.moments.sample(s.picture, flip=s.flip, noise=noise[0])
-            for s, noise in zip(samples, noises, strict=True)
+            run.moments.sample(s.picture, flip=s.flip, noise=noise[0]) for s, noise in zip(samples, noises, strict=True)
         ]
         trainer.train_batch(
             torch.stack(latents) * model.vae.config["scaling_factor"],

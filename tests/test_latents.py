@@ -86,7 +86,8 @@ def test_damaged_entry_is_recomputed(vae: AutoencoderKL, tmp_path: Path, damage:
 
 
 @pytest.mark.parametrize(
-    "change", [{"transform": Transform(128, False)}, {"transform": Transform(64, True)}, {"vae_digest": "other"}]
+    "change",
+    [{"transform": Transform(128, False)}, {"transform": Transform(64, True)}, {"vae_digest": "other"}],
 )
 def test_another_transform_or_vae_is_another_entry(
     vae: AutoencoderKL, tmp_path: Path, change: dict[str, object]

@@ -56,7 +56,11 @@ def build_tokenizer(folder: Path) -> int:
     pieces = [*dict.fromkeys(pieces), "<|startoftext|>", "<|endoftext|>"]
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
     length = ARCHITECTURES[ARCHITECTURE].text_encoder["max_position_embeddings"]
-    CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=length).save_pretrained(folder)
+    CLIPTokenizer(
+        vocab=vocabulary,
+        merges=merges,  # type: ignore[arg-type]  # pairs are what it takes
+        model_max_length=length,
+    ).save_pretrained(folder)
     return len(vocabulary)
 
 

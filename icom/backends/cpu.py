@@ -45,6 +45,4 @@ class CpuBackend:
         """For instance: cpu (PyTorch 2.13.0, AVX512), bf16, 2 threads."""
         precision = "bf16" if self.dtype == torch.bfloat16 else "fp32"
         capability = torch.backends.cpu.get_cpu_capability()
-        return (
-            f"cpu (PyTorch {torch.__version__}, {capability}), {precision}, {torch.get_num_threads()} threads"
-        )
+        return f"cpu (PyTorch {torch.__version__}, {capability}), {precision}, {torch.get_num_threads()} threads"

@@ -1,0 +1,250 @@
+"""The command line: its surface, its files, its speed."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import ROOT, Result, train_arguments
+
+from icom.cli import COMMANDS, given_options, parse
+from icom.config import DIFFUSERS_OPTIONS, TrainConfig, load_train_config, to_yaml
+
+Icom = Callable[..., Result]
+
+DIFFUSERS = """
+save_steps save_as_full_pipeline num_vectors pretrained_model_name_or_path revision variant tokenizer_name
+train_data_dir placeholder_token initializer_token learnable_property repeats output_dir seed resolution center_crop
+train_batch_size num_train_epochs max_train_steps gradient_accumulation_steps gradient_checkpointing learning_rate
+scale_lr lr_scheduler lr_warmup_steps lr_num_cycles dataloader_num_workers adam_beta1 adam_beta2 adam_weight_decay
+adam_epsilon push_to_hub hub_token hub_model_id logging_dir mixed_precision allow_tf32 report_to validation_prompt
+num_validation_images validation_steps validation_epochs local_rank checkpointing_steps checkpoints_total_limit
+resume_from_checkpoint enable_xformers_memory_efficient_attention no_safe_serialization
+""".split()
+"""The options of diffusers' textual_inversion.py."""
+
+DIFFUSERS_DEFAULTS = {
+    "save_steps": 500,
+    "num_vectors": 1,
+    "learnable_property": "object",
+    "repeats": 100,
+    "output_dir": "text-inversion-model",
+    "resolution": 512,
+    "train_batch_size": 16,
+    "num_train_epochs": 100,
+    "max_train_steps": 5000,
+    "gradient_accumulation_steps": 1,
+    "learning_rate": 1e-4,
+    "lr_scheduler": "constant",
+    "lr_warmup_steps": 500,
+    "lr_num_cycles": 1,
+    "dataloader_num_workers": 0,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.999,
+    "adam_weight_decay": 1e-2,
+    "adam_epsilon": 1e-8,
+    "logging_dir": "logs",
+    "num_validation_images": 4,
+    "validation_steps": 100,
+    "local_rank": -1,
+    "checkpointing_steps": 500,
+    "seed": None,
+    "revision": None,
+    "checkpoints_total_limit": None,
+}
+
+SURFACE = {
+    "train": {
+        *DIFFUSERS,
+        *("backend", "cache_dir", "num_comparison_images", "config", "print_config"),
+    },
+    "generate": {
+        *("embedding", "prompt", "prompts_file", "negative_prompt", "pretrained_model_name_or_path"),
+        *("tokenizer_name", "revision", "variant", "seed", "num_images_per_prompt", "scheduler"),
+        *(
+            "num_inference_steps",
+            "guidance_scale",
+            "resolution",
+            "mixed_precision",
+            "backend",
+            "output_dir",
+            "grid",
+        ),
+    },
+    "params": {"model", "json"},
+    "bench": {
+        "arch",
+        "compare",
+        "resolution",
+        "train_batch_size",
+        "mixed_precision",
+        "steps",
+        "rounds",
+        "json",
+    },
+}
+"""People's scripts rely on these: adding one means adding it here, removing one is a breaking change."""
+
+
+def test_surface_is_frozen() -> None:
+    surface = {name: {f.name for f in dataclasses.fields(options)} for name, (options, _) in COMMANDS.items()}
+    assert surface == SURFACE
+
+
+def test_diffusers_48_options_with_its_defaults() -> None:
+    assert len(DIFFUSERS) == 48
+    assert set(DIFFUSERS) == DIFFUSERS_OPTIONS
+    config = TrainConfig(train_data_dir="x", placeholder_token="<x>", initializer_token="x")
+    assert {name: getattr(config, name) for name in DIFFUSERS_DEFAULTS} == DIFFUSERS_DEFAULTS
+
+
+def test_help_is_fast_and_loads_no_torch() -> None:
+    """The best of three, against an interpreter that does nothing: the machine may be busy."""
+    code = "import sys; sys.argv[0] = 'icom'; from icom.cli import main; main(['--help'])"
+    loaded = f"import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); {code}"
+    done = subprocess.run([sys.executable, "-c", loaded], cwd=ROOT, capture_output=True, check=False, text=True)
+    assert done.stdout.splitlines()[-1] == "False"
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True)
+        seconds.append(time.perf_counter() - began)
+    assert min(seconds) <= 0.5
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_explains_every_option(command: str, icom: Icom) -> None:
+    result = icom(command, "--help")
+    assert result.code == 0
+    for option in SURFACE[command] - {"model"}:
+        assert f"--{option}" in result.out
+    for _, field in COMMANDS[command][0].__dataclass_fields__.items():
+        assert field.name in SURFACE[command]
+
+
+def test_version(icom: Icom) -> None:
+    assert icom("--version").out.startswith("icom 0.")
+
+
+def test_both_spellings_and_precedence(tmp_path: Path) -> None:
+    """Defaults < file < flags, also when a flag repeats the default; interpolation sees the flags."""
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "train_data_dir: photos\nplaceholder_token: <x>\ninitializer_token: toy\nnum_vectors: 3\n"
+        "seed: 1\noutput_dir: runs/${seed}\nscale_lr: true\nlearning_rate: 1e-3\n"
+    )
+
+    def effective(*flags: str) -> TrainConfig:
+        arguments = ["train", "--config", str(file), *flags]
+        parsed = parse(arguments)
+        return load_train_config(parsed.config, parsed, given_options(arguments))
+
+    assert effective().output_dir == "runs/1"
+    assert effective("--seed", "5").output_dir == "runs/5"
+    assert effective("--num-vectors=1").num_vectors == 1
+    assert effective("--no_scale_lr").scale_lr is False
+    assert effective().learning_rate == 1e-3
+    assert effective("--learning-rate", "0.0001").learning_rate == 1e-4
+    assert effective().max_train_steps == 5000
+
+
+def test_print_config_runs_again_as_it_is(tmp_path: Path, icom: Icom) -> None:
+    printed = icom(*train_arguments(validation_prompt="${a} <robot>", hub_token="secret"), "--print_config")
+    assert printed.code == 0
+    assert "secret" not in printed.out
+    (tmp_path / "run.yaml").write_text(printed.out)
+    again = icom("train", "--config", str(tmp_path / "run.yaml"), "--print_config")
+    assert again.out == printed.out
+    assert yaml.safe_load(again.out)["seed"] == 7
+
+
+def test_required_marks_in_a_file(tmp_path: Path, icom: Icom) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("train_data_dir: ???\nplaceholder_token: <x>\ninitializer_token: toy\n")
+    missing = icom("train", "--config", str(file))
+    assert missing.code == 2
+    assert "train_data_dir" in missing.err
+    given = icom("train", "--config", str(file), "--train_data_dir", "x", "--print_config")
+    assert yaml.safe_load(given.out)["train_data_dir"] == "x"
+
+
+def test_yaml_round_trip_keeps_every_value() -> None:
+    config = TrainConfig(
+        train_data_dir="a b",
+        placeholder_token="<x>",
+        initializer_token="no",
+        seed=2**62,
+        learning_rate=1e-7,
+        adam_weight_decay=0.0,
+        max_train_steps=None,
+        validation_prompt="a: {b} # ${c} 'd' \"e\" \u00e9",
+    )
+    values = yaml.safe_load(to_yaml(config))
+    assert values["learning_rate"] == 1e-7
+    assert values["seed"] == 2**62
+    assert values["initializer_token"] == "no"
+
+
+def test_every_shipped_yaml_parses() -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    files = sorted(ROOT.glob("*.yml")) + sorted(ROOT.glob("*/*.yaml"))
+    assert any(file.name == "single_cpu.yaml" for file in files)
+    for file in files:
+        content = yaml.safe_load(file.read_text())
+        assert isinstance(content, dict)
+        if file.parent.name == "accelerate_configs":
+            assert load_config_from_file(str(file)).use_cpu is True
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+    assert environment["name"] == "diffuser_icom"
+
+
+@pytest.mark.parametrize(
+    ("model", "total", "unet"),
+    [
+        ("sd2-base", "1289.952427 M", "865.910724 M"),
+        ("sd15", "1066.235307 M", "859.520964 M"),
+        ("sd21", "1289.952427 M", "865.910724 M"),
+    ],
+)
+def test_params_prints_the_published_numbers(icom: Icom, model: str, total: str, unet: str) -> None:
+    printed = icom("params", model).out
+    assert total in printed
+    assert unet in printed
+
+
+def test_params_of_a_folder_counts_its_weights(icom: Icom) -> None:
+    """Against the sizes of the safetensors files themselves."""
+    import json
+
+    from safetensors import safe_open
+
+    from icom.models import BUNDLE
+
+    counts = json.loads(icom("params", str(BUNDLE), "--json").out)
+    for part in ("text_encoder", "vae", "unet"):
+        (weights,) = (BUNDLE / part).glob("*.safetensors")
+        with safe_open(weights, "pt") as file:
+            numbers = sum(file.get_tensor(name).numel() for name in sorted(file.keys()) if "position_ids" not in name)
+        assert counts[part] == numbers
+
+
+def test_bench_measures_and_writes_json(tmp_path: Path, icom: Icom) -> None:
+    import json
+
+    file = tmp_path / "bench.json"
+    arguments = "--arch tiny --compare reference --rounds 1 --steps 2 --mixed_precision no --json".split()
+    result = icom("bench", *arguments, str(file))
+    assert result.code == 0
+    measured = json.loads(file.read_text())
+    ours, stock = measured["seconds_per_step"], measured["reference_seconds_per_step"]
+    assert 0 < ours < 10
+    assert measured["ratio_stock"] == pytest.approx(stock / ours)  # one round: the ratio of the medians
+    assert measured["ratio_same_allocator"] > 0
+    assert "icom is faster by" in result.out

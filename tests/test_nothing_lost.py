@@ -1,0 +1,217 @@
+"""Runs that end badly keep what they had: full disk, NaN, Ctrl-C, checkpoints that are damaged or of another run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, Result, start_process, train_arguments
+from safetensors.torch import load_file, save_file
+
+from icom.checkpoint import list_checkpoints, load_checkpoint
+from icom.images import BUNDLED_PICTURES
+from icom.models import BUNDLE
+
+Run = Callable[..., Result]
+LATEST = {"resume_from_checkpoint": "latest"}
+
+
+def assert_message(result: Result, code: int, *parts: str) -> None:
+    text = " ".join(result.err.split())
+    assert result.code == code, result
+    assert "Traceback" not in text
+    for part in parts:
+        assert part in text, f"{part!r} is not in {text!r}"
+
+
+def embedding(folder: Path) -> bytes:
+    return (folder / "learned_embeds.safetensors").read_bytes()
+
+
+# Checkpoints.
+
+
+@pytest.fixture
+def earlier(train: Run, tmp_path: Path) -> Path:
+    """The folder of a run with checkpoint-1, -2 and -3."""
+    assert train(output_dir=tmp_path / "run", checkpointing_steps=1).code == 0
+    return tmp_path / "run"
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "cut tensors": (lambda c: os.truncate(c / "state.safetensors", 100), "state.safetensors was altered or cut"),
+    "altered tensors": (
+        lambda c: (c / "state.safetensors").write_bytes(
+            (c / "state.safetensors").read_bytes()[:-1] + b"\x01"
+        ),
+        "state.safetensors was altered or cut",
+    ),
+    "no tensors": (lambda c: (c / "state.safetensors").unlink(), "No such file"),
+    "no state": (lambda c: (c / "state.json").unlink(), "No such file"),
+    "cut state": (lambda c: os.truncate(c / "state.json", 60), "line"),
+    "empty state": (lambda c: (c / "state.json").write_text("{}"), "lacks 'sha256'"),
+    "state of another kind": (lambda c: (c / "state.json").write_text("[]"), "list"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_checkpoint(train: Run, earlier: Path, damage: str) -> None:
+    break_it, reason = DAMAGES[damage]
+    break_it(earlier / "checkpoint-3")
+    before = embedding(earlier)
+    result = train(output_dir=earlier, max_train_steps=5, **LATEST)
+    advice = "Use --resume_from_checkpoint checkpoint-2."
+    assert_message(result, 1, f"The checkpoint {earlier / 'checkpoint-3'} is damaged (", reason, advice)
+    assert embedding(earlier) == before
+    result = train(output_dir=earlier, max_train_steps=5, resume_from_checkpoint="checkpoint-2")
+    assert (result.code, "resumed after step 2" in result.out) == (0, True)
+
+
+def test_checkpoint_that_does_not_exist(train: Run, earlier: Path) -> None:
+    result = train(output_dir=earlier, resume_from_checkpoint="checkpoint-99")
+    there = "checkpoint-1, checkpoint-2, checkpoint-3. Name another one or `latest`"
+    assert_message(result, 1, f"No such checkpoint: checkpoint-99. In {earlier}: {there}")
+
+
+def test_latest_without_a_checkpoint_starts_anew(train: Run, tmp_path: Path) -> None:
+    assert_message(train(output_dir=tmp_path, **LATEST), 0, f"no checkpoint in {tmp_path} yet: starting anew")
+
+
+def pictures_with_one_changed(tmp_path: Path) -> dict[str, object]:
+    folder = Path(shutil.copytree(BUNDLED_PICTURES, tmp_path / "pictures", ignore=shutil.ignore_patterns("_*")))
+    shutil.copy(folder / "0.png", folder / "1.png")
+    (folder / "4.png").rename(folder / "new.png")
+    return {"train_data_dir": folder}
+
+
+def model_with_one_number_changed(tmp_path: Path) -> dict[str, object]:
+    return {"pretrained_model_name_or_path": changed_model(tmp_path, 0.5)}
+
+
+def changed_model(tmp_path: Path, number: float) -> Path:
+    model = Path(shutil.copytree(BUNDLE, tmp_path / "model"))
+    file = model / "unet/diffusion_pytorch_model.safetensors"
+    weights = load_file(file)
+    weights["conv_in.bias"][0] = number
+    save_file(weights, file, metadata={"format": "pt"})
+    return model
+
+
+CHANGES: dict[str, tuple[Callable[[Path], dict[str, object]], str]] = {
+    "seed": (lambda _: {"seed": 8}, "different: seed (checkpoint 7, now 8)."),
+    "model": (model_with_one_number_changed, "different: model (other weights or another precision)."),
+    "precision": (lambda _: {"mixed_precision": "bf16"}, "different: model (other weights or another precision)"),
+    "pictures": (pictures_with_one_changed, "different: pictures (1.png, 4.png, new.png)."),
+    "several": (
+        lambda _: {"seed": 8, "num_vectors": 2, "center_crop": True},
+        "different: seed (checkpoint 7, now 8); center_crop (checkpoint False, now True); num_vectors (checkpoint 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_resume_of_another_run(train: Run, tmp_path: Path, earlier: Path, what: str) -> None:
+    change, message = CHANGES[what]
+    files = {path: path.read_bytes() for path in earlier.rglob("*") if path.is_file()}
+    result = train(output_dir=earlier, max_train_steps=5, **LATEST, **change(tmp_path))
+    assert_message(result, 1, "This is not the run of the checkpoint;", message, "without --resume_from_checkpoint")
+    assert files == {path: path.read_bytes() for path in earlier.rglob("*") if path.is_file()}
+
+
+# Numbers that are not finite.
+
+
+def test_divergence_keeps_the_last_good_checkpoint(train: Run, earlier: Path) -> None:
+    shutil.rmtree(earlier / "checkpoint-3")
+    before = embedding(earlier)
+    options = {"output_dir": earlier, "max_train_steps": 9, "checkpointing_steps": 1, "checkpoints_total_limit": 1}
+    # Step 3 still sees good rows and makes them huge: checkpoint-3 is bad, and checkpoint-2 must not make room for it.
+    result = train(**options, **LATEST, learning_rate=1e30)
+    good = earlier / "checkpoint-2"
+    assert_message(
+        result,
+        1,
+        "The loss became nan at step 4;",
+        f"The last good checkpoint is {good}: continue from it with --resume_from_checkpoint checkpoint-2",
+        "a lower learning rate (--learning_rate 0.001)",
+        "--mixed_precision no or --adam_epsilon",
+    )
+    assert embedding(earlier) == before
+    result = train(**options, resume_from_checkpoint="checkpoint-2", learning_rate=1e-3)
+    assert (result.code, "resumed after step 2" in result.out) == (0, True)
+    assert [path.name for path in list_checkpoints(earlier)] == ["checkpoint-9"]
+    assert bool(torch.isfinite(load_file(earlier / "learned_embeds.safetensors")["<robot>"]).all())
+
+
+def test_rows_that_overflow_are_not_saved(train: Run, earlier: Path) -> None:
+    result = train(
+        output_dir=earlier, max_train_steps=9, checkpointing_steps=1, **LATEST, learning_rate=3e38, adam_beta1=0
+    )
+    assert_message(result, 1, "The loss became nan at step 4;", f"last good checkpoint is {earlier / 'checkpoint-2'}")
+    assert [path.name for path in list_checkpoints(earlier)] == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+
+
+def test_divergence_before_the_first_checkpoint(train: Run, tmp_path: Path) -> None:
+    result = train(output_dir=tmp_path, learning_rate=1e30)
+    assert_message(result, 1, "The loss became nan at step 2;", "no good checkpoint yet: start anew with a lower")
+    assert not (tmp_path / "learned_embeds.safetensors").exists()
+
+
+def test_model_with_a_weight_that_is_not_finite(train: Run, tmp_path: Path) -> None:
+    model = changed_model(tmp_path, float("inf"))
+    result = train(output_dir=tmp_path / "out", pretrained_model_name_or_path=model)
+    assert_message(result, 1, "The loss became nan at step 1;", f"The weights of unet in {model} hold", "Fetch it again")
+
+
+# Disks.
+
+
+def run_on_a_disk(folder: Path, script: str) -> Result:
+    """Run a shell script with a small disk mounted on `folder`; the mount is this script's alone and goes with it."""
+    unshare = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--mount"]
+    if subprocess.run([*unshare, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("may not mount here")
+    folder.mkdir()
+    train = " ".join(f"'{word}'" for word in train_arguments(max_train_steps=400, checkpointing_steps=20, report_to="auto"))
+    done = subprocess.run(
+        [*unshare, "sh", "-euc", script],
+        cwd=ROOT,
+        env=os.environ | {"DISK": str(folder), "PYTHON": sys.executable, "TRAIN": f"{sys.executable} -m icom {train}"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    return Result(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.mark.parametrize("tracker", ["none", "tensorboard"])
+def test_full_disk(train: Run, tmp_path: Path, tracker: str) -> None:
+    if tracker == "tensorboard":
+        pytest.importorskip("tensorboard")
+    disk, kept = tmp_path / "disk", tmp_path / "kept"
+    script = f"""
+        mount -t tmpfs -o size=160k none "$DISK"
+        code=0
+        eval "$TRAIN --report_to={tracker} --output_dir=$DISK/out" || code=$?
+        cp -r "$DISK/out" "{kept}"
+        exit $code
+    """
+    result = run_on_a_disk(disk, script)
+    assert_message(result, 1, "The disk is full (", f"cannot write {disk}", "intact. Free some space or choose another")
+    checkpoints = list_checkpoints(kept)
+    assert checkpoints, result
+    for folder in checkpoints:
+        load_checkpoint(folder)
+    assert not list(kept.glob(".*"))
+    result = train(output_dir=kept, max_train_steps=int(checkpoints[-1].name.split("-")[1]) + 2, **LATEST)
+    assert (result.code, "resumed after step" in result.out) == (0, True)

@@ -17,6 +17,7 @@ from icom import __version__
 from icom.config import BenchConfig, GenerateConfig, ParamsConfig, TrainConfig, load_train_config
 from icom.errors import IcomError
 from icom.files import is_full, write_error
+from icom.signals import interruptible
 
 COMMANDS: dict[str, tuple[Any, str]] = {
     "train": (TrainConfig, "icom.train:train"),
@@ -31,7 +32,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit: 0 done, 1 failed, 2 wrong usage, 130/143 stopped by a signal after saving."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        run(argv)
+        with interruptible():
+            run(argv)
     except IcomError as error:
         print(f"icom: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

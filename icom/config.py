@@ -21,9 +21,6 @@ from icom.errors import UsageError
 REQUIRED: Any = "???"
 """OmegaConf's mark for a value that has to come from the configuration file or a flag."""
 
-SCHEDULERS = ("ddim", "ddpm", "dpm++", "euler", "euler_a", "lms", "pndm", "unipc")
-"""Samplers that `icom generate` knows, by the names that the field uses (see `icom.models.SAMPLERS`)."""
-
 Precision = Literal["no", "fp16", "bf16"]
 
 LrScheduler = Literal["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"]
@@ -133,7 +130,7 @@ class TrainConfig:
     checkpointing_steps: int = 500
     """Write checkpoint-N, from which training can resume, every so many steps."""
     checkpoints_total_limit: int | None = None
-    """Keep only so many checkpoints, the newest."""
+    """Keep only so many checkpoints, the newest (and one more until the next step proves the newest good)."""
     resume_from_checkpoint: str | None = None
     """A checkpoint folder, or `latest` (starts anew where --output_dir has none). Resuming is bit-exact."""
 
@@ -199,7 +196,7 @@ class GenerateConfig:
     """One or several seeds; each prompt is drawn once per seed. A picture depends on its prompt and seed alone."""
     num_images_per_prompt: int = 1
     """Pictures per prompt and seed (further ones use the seeds that follow)."""
-    scheduler: Literal["model", "ddim", "ddpm", "dpm++", "euler", "euler_a", "lms", "pndm", "unipc"] = "dpm++"
+    scheduler: Literal["model", "ddim", "ddpm", "dpm++", "euler", "euler_a", "pndm", "unipc"] = "dpm++"
     """Sampler; `model` takes the one that the model ships."""
     num_inference_steps: int = 25
     """Denoising steps."""

@@ -16,6 +16,7 @@ from icom.engine.memory import keep_freed_memory
 from icom.errors import IcomError, UsageError
 from icom.files import make_writable_folder
 from icom.report import grid, save_png
+from icom.signals import check_interrupted
 
 if TYPE_CHECKING:
     from diffusers import StableDiffusionPipeline
@@ -77,6 +78,7 @@ def generate(config: GenerateConfig) -> None:
             "Try 25."
         ) from error
 
+    check_interrupted()
     seeds = [seed + offset for seed in config.seed for offset in range(config.num_images_per_prompt)]
     images = []
     jobs = [(number, prompt, seed) for number, prompt in enumerate(prompts) for seed in seeds]

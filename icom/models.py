@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from icom.architectures import ARCHITECTURES, build_text_encoder, build_unet, build_vae, fill_random
-from icom.errors import IcomError, UsageError
+from icom.errors import IcomError
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +32,6 @@ SAMPLERS = {
     "dpm++": "DPMSolverMultistepScheduler",
     "euler": "EulerDiscreteScheduler",
     "euler_a": "EulerAncestralDiscreteScheduler",
-    "lms": "LMSDiscreteScheduler",
     "pndm": "PNDMScheduler",
     "unipc": "UniPCMultistepScheduler",
 }
@@ -211,9 +210,6 @@ def pipeline_of(model: Model, sampler: str = "dpm++") -> StableDiffusionPipeline
     Args:
         model: its modules are shared, not copied.
         sampler: a key of SAMPLERS, or "model" for the scheduler that the model ships.
-
-    Raises:
-        UsageError: the sampler needs a package that is not installed.
     """
     import diffusers
 
@@ -222,12 +218,7 @@ def pipeline_of(model: Model, sampler: str = "dpm++") -> StableDiffusionPipeline
         config = json.loads((model.source.folder / "scheduler" / "scheduler_config.json").read_text())
         scheduler = getattr(diffusers, config.get("_class_name", "DDPMScheduler")).from_config(config)
     elif sampler != "model":
-        try:
-            scheduler = getattr(diffusers, SAMPLERS[sampler]).from_config(scheduler.config)
-        except ImportError as error:  # lms integrates with scipy
-            raise UsageError(
-                f"--scheduler {sampler} needs a package that is not installed: `pip install scipy`, or take another."
-            ) from error
+        scheduler = getattr(diffusers, SAMPLERS[sampler]).from_config(scheduler.config)
     pipeline = diffusers.StableDiffusionPipeline(
         vae=model.vae,
         text_encoder=model.text_encoder,

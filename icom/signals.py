@@ -4,8 +4,43 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
+
+_interrupted = False
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Inside, Ctrl-C raises KeyboardInterrupt as ever, and is remembered for `check_interrupted`.
+
+    Python drops an exception that a signal raises inside a __del__, and the imports of a run's first seconds are full
+    of those: without this, one Ctrl-C in five during them would be ignored.
+    """
+    global _interrupted  # noqa: PLW0603 # a signal belongs to the process
+    _interrupted = False
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:  # else the caller wants something else, for instance to ignore it
+        signal.signal(signal.SIGINT, _on_interrupt)
+    try:
+        yield
+    finally:
+        if before is signal.default_int_handler:
+            signal.signal(signal.SIGINT, before)
+
+
+def check_interrupted() -> None:
+    """Raise the KeyboardInterrupt that was dropped, if one was. To be called before the long work."""
+    if _interrupted:
+        raise KeyboardInterrupt
+
+
+def _on_interrupt(number: int, frame: FrameType | None) -> None:
+    global _interrupted  # noqa: PLW0603
+    _interrupted = True
+    raise KeyboardInterrupt
 
 
 class StopRequest:

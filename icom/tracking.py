@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -56,6 +57,9 @@ def start(accelerator: Accelerator, config: TrainConfig) -> None:
     if not os.environ.get("COMET_API_KEY"):
         options["comet_ml"]["online"] = False
         os.environ.setdefault("COMET_OFFLINE_DIRECTORY", str(Path(config.output_dir) / config.logging_dir))
+    for secret in filter(None, (getattr(config, name) for name in SECRETS)):
+        # W&B and Comet keep the command line with the run.
+        sys.argv = [word.replace(secret, "***") for word in sys.argv]
     values = {
         name: value
         for name, value in dataclasses.asdict(config).items()

@@ -46,6 +46,8 @@ def _use(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(os.environ["HF_ENDPOINT"], hub.url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
     monkeypatch.delenv("HF_TOKEN", raising=False)
@@ -265,8 +267,8 @@ def test_model_from_the_hub_then_from_the_cache(hub: FakeHub, tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("_use")
-def test_variant_and_revision(hub: FakeHub, train: Train, tmp_path: Path) -> None:
-    """Only the variant's weights are fetched, and `icom generate` asks for the same ones."""
+def test_variant_and_revision(hub: FakeHub, train: Train, icom: Train, tmp_path: Path) -> None:
+    """Only the variant's weights are fetched, of that revision, and `icom generate` takes the same ones."""
     repository = complete_repository(hub, "sd/fp16")
     for part, stem in (("text_encoder", "model"), *((p, "diffusion_pytorch_model") for p in ("unet", "vae"))):
         weights = repository.files.pop(f"{part}/{stem}.safetensors")
@@ -274,26 +276,12 @@ def test_variant_and_revision(hub: FakeHub, train: Train, tmp_path: Path) -> Non
     options = {"variant": "fp16", "revision": repository.commit}
     result = train(output_dir=tmp_path / "out", pretrained_model_name_or_path="sd/fp16", **options)
     assert result.code == 0, result.err
-    weights = {name for name in hub.downloaded if name.endswith((".safetensors", ".bin"))}
-    assert len(weights) == 3
-    assert all(name.endswith(".fp16.safetensors") for name in weights)
-
-
-@pytest.mark.usefixtures("_use")
-def test_generate_takes_variant_and_revision_from_the_run(
-    hub: FakeHub, train: Train, icom: Train, tmp_path: Path
-) -> None:
-    repository = complete_repository(hub, "sd/fp16")
-    for part, stem in (("text_encoder", "model"), *((p, "diffusion_pytorch_model") for p in ("unet", "vae"))):
-        weights = repository.files.pop(f"{part}/{stem}.safetensors")
-        repository.files[f"{part}/{stem}.fp16.safetensors"] = weights
-    options = {"variant": "fp16", "revision": repository.commit}
-    assert train(output_dir=tmp_path / "out", pretrained_model_name_or_path="sd/fp16", **options).code == 0
-    hub.requests.clear()
-    result = icom(
-        *("generate", "--embedding", str(tmp_path / "out" / "learned_embeds.safetensors")),
-        *("--prompt", "a photo of <robot>", "--num_inference_steps", "1", "--output_dir", str(tmp_path / "g")),
-    )
+    large = {name for name in hub.downloaded if name.endswith((".safetensors", ".bin"))}
+    assert len(large) == 3
+    assert all(name.endswith(".fp16.safetensors") for name in large)
+    embedding = str(tmp_path / "out" / "learned_embeds.safetensors")
+    drawing = ("--prompt", "a <robot>", "--num_inference_steps", "1", "--output_dir", str(tmp_path / "pictures"))
+    result = icom("generate", "--embedding", embedding, *drawing)
     assert result.code == 0, result.err
     assert not [request for request in hub.requests if "/main" in request]
 

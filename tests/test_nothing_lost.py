@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from icom.checkpoint import list_checkpoints, load_checkpoint
 from icom.images import BUNDLED_PICTURES
 from icom.models import BUNDLE
+from icom.signals import check_interrupted, interruptible
 
 Run = Callable[..., Result]
 LATEST = {"resume_from_checkpoint": "latest"}
@@ -50,9 +52,7 @@ def earlier(train: Run, tmp_path: Path) -> Path:
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut tensors": (lambda c: os.truncate(c / "state.safetensors", 100), "state.safetensors was altered or cut"),
     "altered tensors": (
-        lambda c: (c / "state.safetensors").write_bytes(
-            (c / "state.safetensors").read_bytes()[:-1] + b"\x01"
-        ),
+        lambda c: (c / "state.safetensors").write_bytes((c / "state.safetensors").read_bytes()[:-1] + b"\x01"),
         "state.safetensors was altered or cut",
     ),
     "no tensors": (lambda c: (c / "state.safetensors").unlink(), "No such file"),
@@ -169,49 +169,160 @@ def test_divergence_before_the_first_checkpoint(train: Run, tmp_path: Path) -> N
 def test_model_with_a_weight_that_is_not_finite(train: Run, tmp_path: Path) -> None:
     model = changed_model(tmp_path, float("inf"))
     result = train(output_dir=tmp_path / "out", pretrained_model_name_or_path=model)
-    assert_message(result, 1, "The loss became nan at step 1;", f"The weights of unet in {model} hold", "Fetch it again")
+    assert_message(
+        result, 1, "The loss became nan at step 1;", f"The weights of unet in {model} hold", "Fetch it again"
+    )
 
 
 # Disks.
 
 
 def run_on_a_disk(folder: Path, script: str) -> Result:
-    """Run a shell script with a small disk mounted on `folder`; the mount is this script's alone and goes with it."""
+    """Run a shell script that may mount on `folder`; what it mounts is this script's alone and goes with it."""
     unshare = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--mount"]
-    if subprocess.run([*unshare, "true"], capture_output=True, check=False).returncode:
+    if shutil.which("unshare") is None or subprocess.run([*unshare, "true"], check=False).returncode:
         pytest.skip("may not mount here")
     folder.mkdir()
-    train = " ".join(f"'{word}'" for word in train_arguments(max_train_steps=400, checkpointing_steps=20, report_to="auto"))
+    words = train_arguments(max_train_steps=400, checkpointing_steps=20, output_dir=folder / "out")
     done = subprocess.run(
         [*unshare, "sh", "-euc", script],
+        check=False,
         cwd=ROOT,
-        env=os.environ | {"DISK": str(folder), "PYTHON": sys.executable, "TRAIN": f"{sys.executable} -m icom {train}"},
+        env=os.environ | {"DISK": str(folder), "TRAIN": shlex.join([sys.executable, "-m", "icom", *words])},
         capture_output=True,
         text=True,
-        check=False,
         timeout=300,
     )
     return Result(done.returncode, done.stdout, done.stderr)
+
+
+KEEP = """
+    mkdir "$DISK/out"
+    echo earlier > "$DISK/out/learned_embeds.safetensors"
+    code=0
+    eval "$TRAIN $OPTIONS" || code=$?
+    cp -r "$DISK/out" "$DISK.kept"
+    exit $code
+"""
 
 
 @pytest.mark.parametrize("tracker", ["none", "tensorboard"])
 def test_full_disk(train: Run, tmp_path: Path, tracker: str) -> None:
     if tracker == "tensorboard":
         pytest.importorskip("tensorboard")
-    disk, kept = tmp_path / "disk", tmp_path / "kept"
-    script = f"""
-        mount -t tmpfs -o size=160k none "$DISK"
-        code=0
-        eval "$TRAIN --report_to={tracker} --output_dir=$DISK/out" || code=$?
-        cp -r "$DISK/out" "{kept}"
-        exit $code
-    """
-    result = run_on_a_disk(disk, script)
+    disk, kept = tmp_path / "disk", tmp_path / "disk.kept"
+    mount = f'mount -t tmpfs -o size=128k none "$DISK"; OPTIONS=--report_to={tracker}'
+    result = run_on_a_disk(disk, mount + KEEP)
     assert_message(result, 1, "The disk is full (", f"cannot write {disk}", "intact. Free some space or choose another")
     checkpoints = list_checkpoints(kept)
     assert checkpoints, result
     for folder in checkpoints:
         load_checkpoint(folder)
     assert not list(kept.glob(".*"))
-    result = train(output_dir=kept, max_train_steps=int(checkpoints[-1].name.split("-")[1]) + 2, **LATEST)
+    assert embedding(kept) == b"earlier\n"
+    steps = int(checkpoints[-1].name.removeprefix("checkpoint-")) + 2
+    result = train(output_dir=kept, max_train_steps=steps, **LATEST)
     assert (result.code, "resumed after step" in result.out) == (0, True)
+
+
+def test_disk_that_has_no_room_for_the_whole_pipeline(tmp_path: Path) -> None:
+    disk, kept = tmp_path / "disk", tmp_path / "disk.kept"
+    mount = 'mount -t tmpfs -o size=500k none "$DISK"; OPTIONS="--save_as_full_pipeline --max_train_steps=2"'
+    result = run_on_a_disk(disk, mount + KEEP)
+    assert_message(result, 1, f"Cannot write the whole pipeline to {disk}/out: ", "No space left", "itself is saved")
+    assert load_file(kept / "learned_embeds.safetensors")["<robot>"].shape == (1, 32)
+
+
+def test_read_only_disk(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    script = 'mount -t tmpfs -o size=64k none "$DISK"; mkdir "$DISK/out"; mount -o remount,ro "$DISK"; eval "$TRAIN"'
+    result = run_on_a_disk(disk, script)
+    assert_message(result, 1, f"Cannot write {disk}/out: Read-only file system. Choose another --output_dir.")
+    assert "step/s" not in result.err
+
+
+# Ctrl-C.
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """`start_process`, and the end of what a failed test left running."""
+    processes = []
+
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        processes.append(start_process(*arguments))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def test_interrupt_saves_a_checkpoint_that_resumes(train: Run, start: Start, tmp_path: Path) -> None:
+    process = start(*train_arguments(output_dir=tmp_path, max_train_steps=10**6))
+    metrics = tmp_path / "metrics.jsonl"
+    while process.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") > 3):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    (checkpoint,) = list_checkpoints(tmp_path)
+    step = load_checkpoint(checkpoint)[0].step
+    assert_message(
+        Result(process.returncode, out, err),
+        130,
+        "icom: SIGINT: finishing this step, then saving (again: stop at once).",
+        f"icom: stopped after step {step}; saved {checkpoint}. Continue with the same command and --resume_from_check",
+    )
+    result = train(output_dir=tmp_path, max_train_steps=step + 2, **LATEST)
+    assert (result.code, f"resumed after step {step}" in result.out) == (0, True)
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == list(range(1, step + 3))
+
+
+def test_second_interrupt_stops_at_once(start: Start, tmp_path: Path) -> None:
+    # One step of several minutes.
+    process = start(*train_arguments(output_dir=tmp_path, gradient_accumulation_steps=10**5, report_to="none"))
+    assert process.stdout
+    assert process.stderr
+    while "trainable numbers" not in process.stdout.readline():
+        assert process.poll() is None
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    while "finishing this step" not in process.stderr.readline():
+        assert process.poll() is None
+    time.sleep(0.2)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert_message(Result(process.returncode, out, err), 130, "stopped at once. What was saved before is intact.")
+    assert not list_checkpoints(tmp_path)
+
+
+def test_interrupt_while_loading(start: Start, tmp_path: Path) -> None:
+    process = start(*train_arguments(output_dir=tmp_path, max_train_steps=10**6))
+    maps = Path(f"/proc/{process.pid}/maps")
+    while process.poll() is None and "libtorch_cpu" not in maps.read_text():  # imports go on for a second from here
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    # A KeyboardInterrupt that came by an exec(), as dataclasses use, makes Python die by the signal in the end, which
+    # a shell calls 130 too.
+    code = 130 if process.returncode == -signal.SIGINT else process.returncode
+    assert_message(Result(code, out, err), 130, "stopped at once.")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_interrupt_that_python_drops_is_not_lost() -> None:
+    class Dropper:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+
+    with interruptible():
+        check_interrupted()
+        Dropper()
+        with pytest.raises(KeyboardInterrupt):
+            check_interrupted()

@@ -64,7 +64,8 @@ def test_kill_9_at_random_moments(tmp_path: Path, train: Callable[..., Result]) 
         process.communicate()
         assert process.returncode == -signal.SIGKILL, "the run was over before it was killed: raise STEPS"
         kills += 1
-    assert 0 < len(list_checkpoints(killed)) <= 3
+    # One more than the limit until the step after it has shown the newest to be good.
+    assert 0 < len(list_checkpoints(killed)) <= 4
     result = train(output_dir=killed, resume_from_checkpoint="latest", **OPTIONS)
     assert result.code == 0
     assert "resumed after step" in result.out

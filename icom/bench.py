@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import resource
+import signal
 import statistics
 import subprocess
 import sys
@@ -62,6 +63,7 @@ def bench(config: BenchConfig) -> None:
     resolution = config.resolution or ARCHITECTURES[config.arch].resolution
     check_resolution(resolution)
     config = dataclasses.replace(config, resolution=resolution)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # so that Ctrl-C removes the temporary folder
     contenders = [OURS] if config.compare == "none" else [STOCK, SAME_ALLOCATOR, OURS]
     measured: dict[str, list[Measurement]] = {name: [] for name in contenders}
     with tempfile.TemporaryDirectory() as cache:
@@ -194,7 +196,7 @@ def _our_step(options: TrainConfig, config: BenchConfig) -> Callable[[int], obje
 
     from icom.train import optimizer_step, prepare
 
-    backend, _ = backends.resolve("cpu", config.mixed_precision)
+    backend, _ = backends.resolve("cpu", config.mixed_precision, config.engine)
     model = models.load(models.find(f"random:{config.arch}"), backend.dtype)
     accelerator = Accelerator(cpu=True, mixed_precision=config.mixed_precision)
     run = prepare(options, backend, accelerator, model, list_pictures("bundled"))

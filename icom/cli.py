@@ -17,7 +17,7 @@ from icom import __version__
 from icom.config import BenchConfig, GenerateConfig, ParamsConfig, TrainConfig, load_train_config
 from icom.errors import IcomError
 from icom.files import is_full, write_error
-from icom.signals import interruptible
+from icom.signals import STOPPED, stopping_at_once
 
 COMMANDS: dict[str, tuple[Any, str]] = {
     "train": (TrainConfig, "icom.train:train"),
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit: 0 done, 1 failed, 2 wrong usage, 130/143 stopped by a signal after saving."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        with interruptible():
+        with stopping_at_once():
             run(argv)
     except IcomError as error:
         print(f"icom: {error}", file=sys.stderr)
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         print(f"icom: {write_error(Path(error.filename or tempfile.gettempdir()), error)}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
-        print("\nicom: stopped at once. What was saved before is intact.", file=sys.stderr)
+        print(STOPPED, file=sys.stderr)
         sys.exit(130)
     sys.exit(0)
 

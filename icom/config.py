@@ -102,6 +102,8 @@ class TrainConfig:
     # Machine.
     backend: Literal["auto", "cpu"] = "auto"
     """What computes. `auto` takes the best that works here and says why."""
+    engine: Literal["auto", "off"] = "auto"
+    """`auto` computes the UNet's long self-attention in blocks, which is faster on CPUs; `off` takes stock layers."""
     mixed_precision: Precision | None = None
     """Precision of the frozen model; the learned rows are always float32. Default: what `accelerate launch` was
     configured with, else `no`. bf16 suits Xeons with AMX or AVX512-BF16; fp16 is for GPUs."""
@@ -164,7 +166,7 @@ class TrainConfig:
 
 
 DIFFUSERS_OPTIONS = frozenset(f.name for f in fields(TrainConfig)) - {
-    *("backend", "cache_dir", "num_comparison_images", "config", "print_config")
+    *("backend", "engine", "cache_dir", "num_comparison_images", "config", "print_config")
 }
 """The 48 options that diffusers' script has too."""
 
@@ -208,6 +210,8 @@ class GenerateConfig:
     """Precision of the model."""
     backend: Literal["auto", "cpu"] = "auto"
     """What computes."""
+    engine: Literal["auto", "off"] = "auto"
+    """As in `icom train`."""
     output_dir: str = "generated"
     """Folder for the pictures."""
     grid: bool = False
@@ -239,6 +243,8 @@ class BenchConfig:
     """Pictures per step."""
     mixed_precision: Literal["no", "bf16"] = "bf16"
     """Precision of the frozen model."""
+    engine: Literal["auto", "off"] = "auto"
+    """As in `icom train`; the reference never uses it."""
     steps: int = 4
     """Timed steps per process, after one warm-up step."""
     rounds: int = 3

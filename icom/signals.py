@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -9,38 +10,30 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
-_interrupted = False
+STOPPED = "\nicom: stopped at once. What was saved before is intact."
 
 
 @contextmanager
-def interruptible() -> Iterator[None]:
-    """Inside, Ctrl-C raises KeyboardInterrupt as ever, and is remembered for `check_interrupted`.
+def stopping_at_once() -> Iterator[None]:
+    """Inside, Ctrl-C ends the process with exit code 130 and a line of text.
 
-    Python drops an exception that a signal raises inside a __del__, and the imports of a run's first seconds are full
-    of those: without this, one Ctrl-C in five during them would be ignored.
+    Not by KeyboardInterrupt: Python drops an exception that a signal raises inside a __del__, and the imports of a
+    run's first seconds are full of those; one Ctrl-C in five would be ignored.
     """
-    global _interrupted  # noqa: PLW0603 # a signal belongs to the process
-    _interrupted = False
     before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:  # else the caller wants something else, for instance to ignore it
-        signal.signal(signal.SIGINT, _on_interrupt)
+    ours = before is signal.default_int_handler  # else the caller wants something else, for instance to ignore it
+    if ours:
+        signal.signal(signal.SIGINT, _stop_at_once)
     try:
         yield
     finally:
-        if before is signal.default_int_handler:
+        if ours:
             signal.signal(signal.SIGINT, before)
 
 
-def check_interrupted() -> None:
-    """Raise the KeyboardInterrupt that was dropped, if one was. To be called before the long work."""
-    if _interrupted:
-        raise KeyboardInterrupt
-
-
-def _on_interrupt(number: int, frame: FrameType | None) -> None:
-    global _interrupted  # noqa: PLW0603
-    _interrupted = True
-    raise KeyboardInterrupt
+def _stop_at_once(number: int, frame: FrameType | None) -> None:
+    print(STOPPED, file=sys.stderr, flush=True)
+    os._exit(128 + number)
 
 
 class StopRequest:

@@ -50,7 +50,7 @@ from icom.latents import Moments, cache_folder, load_moments
 from icom.objective import diffusion_loss
 from icom.report import Metrics, grid, loss_curve, model_card, running_mean, save_png
 from icom.sampling import SampleStream, gaussian_noise
-from icom.signals import StopRequest, check_interrupted
+from icom.signals import StopRequest
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -107,7 +107,7 @@ def train(config: TrainConfig) -> None:
     keep_freed_memory()
     began = time.monotonic()
     precision = _precision(config)
-    backend, reason = backends.resolve(config.backend, precision)
+    backend, reason = backends.resolve(config.backend, precision, config.engine)
     # What is quick to check comes first: nothing is loaded for a run that cannot work.
     pictures = list_pictures(config.train_data_dir)
     reporters = tracking.choose(config.report_to)
@@ -127,7 +127,6 @@ def train(config: TrainConfig) -> None:
     if config.push_to_hub and accelerator.is_main_process:
         repository = hub.create_repository(config.hub_model_id or output.resolve().name, config.hub_token)
 
-    check_interrupted()
     run = prepare(config, backend, accelerator, models.load(source, backend.dtype), pictures)
     initial_rows = run.concept.rows.detach().clone()
     state = State(0, 0, initial_rows, torch.zeros_like(initial_rows), torch.zeros_like(initial_rows))
@@ -149,7 +148,6 @@ def train(config: TrainConfig) -> None:
     metrics = Metrics(output / "metrics.jsonl", after_step=state.step) if run.leads else None
 
     try:
-        check_interrupted()
         with StopRequest() as stop:
             _loop(run, state, metrics, stop)
     finally:

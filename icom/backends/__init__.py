@@ -38,12 +38,13 @@ class Backend(Protocol):
         """One phrase for the user: engine, instruction set, precision, threads."""
 
 
-def resolve(name: str, mixed_precision: str) -> tuple[Backend, str]:
+def resolve(name: str, mixed_precision: str, engine: str = "auto") -> tuple[Backend, str]:
     """Choose the backend.
 
     Args:
         name: `auto` or a backend's name.
         mixed_precision: "no", "bf16" or "fp16".
+        engine: "auto", or "off" for stock layers.
 
     Returns:
         (backend, the reason for the choice).
@@ -52,4 +53,4 @@ def resolve(name: str, mixed_precision: str) -> tuple[Backend, str]:
         UsageError: the backend cannot compute in that precision.
     """
     reason = "the only backend of this release" if name == "auto" else "asked for"
-    return CpuBackend(mixed_precision), reason
+    return CpuBackend(mixed_precision, engine), reason

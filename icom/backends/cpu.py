@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from icom.engine.attention import use_blocks
 from icom.errors import UsageError
 
 if TYPE_CHECKING:
@@ -19,19 +20,22 @@ class CpuBackend:
     name = "cpu"
     process_group = "gloo"
 
-    def __init__(self, mixed_precision: str) -> None:
+    def __init__(self, mixed_precision: str, engine: str = "auto") -> None:
         """Raises: UsageError for fp16."""
         if mixed_precision == "fp16":
             raise UsageError(
                 "fp16 does not train on CPUs: gradients underflow and it is slow. Use --mixed_precision bf16 or no."
             )
         self.device = torch.device("cpu")
+        self.engine = engine
         self.dtype = torch.bfloat16 if mixed_precision == "bf16" else torch.float32
 
     def prepare(self, model: Model) -> None:
         """Channels-last for the convolutions; the text encoder's matrices in the precision that autocast uses."""
         model.unet.to(memory_format=torch.channels_last)
         model.vae.to(memory_format=torch.channels_last)
+        if self.engine != "off":
+            use_blocks(model.unet)
         for part in model.text_encoder.modules():
             # Autocast would convert these frozen weights anew in every step, to the same values.
             if isinstance(part, torch.nn.Linear):
@@ -42,7 +46,9 @@ class CpuBackend:
         return nullcontext() if self.dtype == torch.float32 else torch.autocast("cpu", self.dtype)
 
     def describe(self) -> str:
-        """For instance: cpu (PyTorch 2.13.0, AVX512), bf16, 2 threads."""
+        """For instance: cpu (PyTorch 2.13.0, AVX512, blocked attention), bf16, 2 threads."""
         precision = "bf16" if self.dtype == torch.bfloat16 else "fp32"
         capability = torch.backends.cpu.get_cpu_capability()
-        return f"cpu (PyTorch {torch.__version__}, {capability}), {precision}, {torch.get_num_threads()} threads"
+        attention = "stock" if self.engine == "off" else "blocked"
+        engine = f"PyTorch {torch.__version__}, {capability}, {attention} attention"
+        return f"cpu ({engine}), {precision}, {torch.get_num_threads()} threads"

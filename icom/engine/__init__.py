@@ -1,1 +1,1 @@
-"""What makes frozen networks fast: here so far the allocator settings."""
+"""What makes frozen networks fast: here so far the allocator settings and attention in blocks."""

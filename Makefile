@@ -37,6 +37,7 @@ download-training-images: ## Fetch ICOM's five example pictures from the Hugging
 .PHONY: single-node-test
 single-node-test: ## Train 5 steps on the bundled model and pictures, no download
 	$(RUN) -- accelerate launch --config_file accelerate_configs/single_cpu.yaml textual_inversion_icom.py --pretrained_model_name_or_path=bundled --train_data_dir=bundled --learnable_property=object --placeholder_token="<robot>" --initializer_token=toy --resolution=64 --train_batch_size=1 --seed=7 --gradient_accumulation_steps=1 --max_train_steps=5 --learning_rate=2.0e-03 --scale_lr --lr_scheduler=constant --lr_warmup_steps=0 --output_dir=./textual_inversion_output --mixed_precision bf16
+	@$(SETUP) setup
 
 .PHONY: bench
 bench: ## Measure the speed of SD1.5's training step against the reference script's

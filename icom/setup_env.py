@@ -89,6 +89,12 @@ class Environment(NamedTuple):
         changed["PYTHONNOUSERSITE"] = "1"
         return changed
 
+    def how_to_enter(self) -> str:
+        """What to type before `icom` and `accelerate` commands."""
+        activate = f"source {shlex.quote(str(self.prefix / 'bin' / 'activate'))}"
+        command = f"conda activate {ENV_NAME}" if self.manager == "conda" else activate
+        return f"to type icom commands in this shell: {command}"
+
 
 def say(message: str) -> None:
     """One line of progress; flushed, so that it stays in order with what the tools print."""
@@ -262,6 +268,7 @@ def ensure(env: Mapping[str, str], more_extras: Iterable[str], explain: bool = F
         if fresh and wanted <= have and (conda or venv_matches(current)):
             if explain:
                 say("up to date, nothing to do")
+                say(current.how_to_enter())
             return current
     if not explain:
         say(f"{where} ({why})")
@@ -274,6 +281,8 @@ def ensure(env: Mapping[str, str], more_extras: Iterable[str], explain: bool = F
     key = stamp_key(python_version(built.python) or "")
     (built.prefix / STAMP).write_text(json.dumps({"key": key, "extras": extras}) + "\n")
     say("done")
+    if explain:
+        say(built.how_to_enter())
     return built
 
 

@@ -80,14 +80,7 @@ SURFACE = {
     },
     "params": {"model", "json"},
     "bench": {
-        "arch",
-        "compare",
-        "resolution",
-        "train_batch_size",
-        "mixed_precision",
-        "steps",
-        "rounds",
-        "json",
+        *("arch", "compare", "resolution", "train_batch_size", "mixed_precision", "engine", "steps", "rounds", "json"),
     },
 }
 """People's scripts rely on these: adding one means adding it here, removing one is a breaking change."""

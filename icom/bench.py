@@ -194,7 +194,8 @@ def _measure(config: BenchConfig, contender: str, cache: str) -> Measurement:
 def _our_step(options: TrainConfig, config: BenchConfig) -> Callable[[int], object]:
     from accelerate import Accelerator
 
-    from icom.train import optimizer_step, prepare
+    from icom.run import prepare
+    from icom.train import optimizer_step
 
     backend, _ = backends.resolve("cpu", config.mixed_precision, config.engine)
     model = models.load(models.find(f"random:{config.arch}"), backend.dtype)

@@ -61,8 +61,14 @@ class State:
     exp_avg_sq: torch.Tensor
 
 
-def save_checkpoint(output: Path, state: State, identity: Identity) -> Path:
+def save_checkpoint(output: Path, state: State, identity: Identity, settings: dict[str, Any]) -> Path:
     """Write checkpoint-<step>.
+
+    Args:
+        output: --output_dir.
+        state: to go on from.
+        identity: compared when resuming.
+        settings: the run's configuration, without secrets; kept for people.
 
     Raises:
         IcomError: disk full or folder not writable; earlier checkpoints are intact.
@@ -72,6 +78,7 @@ def save_checkpoint(output: Path, state: State, identity: Identity) -> Path:
         "step": state.step,
         "next_sample": state.next_sample,
         "identity": asdict(identity),
+        "config": settings,
         "versions": _versions(),
         "sha256": hashlib.sha256(tensors).hexdigest(),
     }

@@ -390,12 +390,16 @@ OF_THE_COMMAND = ("config", "print_config", "resume_from_checkpoint")
 """Fields that steer one invocation and say nothing about the run."""
 
 
+def settings(config: TrainConfig) -> dict[str, Any]:
+    """What describes the run: all options but secrets and those that steer one invocation."""
+    return {k: v for k, v in dataclasses.asdict(config).items() if k not in (*SECRETS, *OF_THE_COMMAND)}
+
+
 def to_yaml(config: TrainConfig) -> str:
     """The effective configuration as YAML that `--config` takes again. Secrets are left out."""
     from omegaconf import OmegaConf
 
-    values = {k: v for k, v in dataclasses.asdict(config).items() if k not in (*SECRETS, *OF_THE_COMMAND)}
-    return OmegaConf.to_yaml(OmegaConf.create({name: _literal(value) for name, value in values.items()}))
+    return OmegaConf.to_yaml(OmegaConf.create({name: _literal(value) for name, value in settings(config).items()}))
 
 
 def _literal(value: Any) -> Any:

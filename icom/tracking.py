@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from icom.config import SECRETS, TrainConfig
+from icom.config import SECRETS, TrainConfig, settings
 from icom.errors import UsageError
 
 if TYPE_CHECKING:
@@ -60,11 +59,7 @@ def start(accelerator: Accelerator, config: TrainConfig) -> None:
     for secret in filter(None, (getattr(config, name) for name in SECRETS)):
         # W&B and Comet keep the command line with the run.
         sys.argv = [word.replace(secret, "***") for word in sys.argv]
-    values = {
-        name: value
-        for name, value in dataclasses.asdict(config).items()
-        if name not in SECRETS and isinstance(value, int | float | str | bool)
-    }
+    values = {name: value for name, value in settings(config).items() if isinstance(value, int | float | str | bool)}
     accelerator.init_trackers("textual_inversion", config=values, init_kwargs=options)
 
 

@@ -13,8 +13,9 @@ from icom.config import TrainConfig
 from icom.images import list_pictures
 from icom.objective import diffusion_loss
 from icom.reference import ReferenceTrainer
+from icom.run import Run, prepare
 from icom.sampling import gaussian_noise
-from icom.train import Run, optimizer_step, prepare
+from icom.train import optimizer_step
 
 STEPS = 20
 

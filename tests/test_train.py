@@ -110,7 +110,8 @@ def evaluate(learned: torch.Tensor | None) -> float:
 
     from icom.config import TrainConfig
     from icom.images import list_pictures
-    from icom.train import _loss, prepare
+    from icom.run import prepare
+    from icom.train import batch_loss
 
     backend, _ = backends.resolve("cpu", "no")
     config = TrainConfig(
@@ -126,7 +127,7 @@ def evaluate(learned: torch.Tensor | None) -> float:
     with torch.no_grad():
         if learned is not None:
             run.concept.rows.copy_(learned)
-        return float(_loss(run, range(200)))
+        return float(batch_loss(run, range(200)))
 
 
 def test_effective_configuration_reruns_to_the_same_vectors(tmp_path: Path, train: Train, icom: Train) -> None:

@@ -1,0 +1,151 @@
+"""What a run shows while it trains and leaves at its end."""
+
+from __future__ import annotations
+
+import io
+import resource
+import shlex
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from tqdm import tqdm
+
+from icom import hub, models, tracking
+from icom.checkpoint import State
+from icom.embedding import save_embedding
+from icom.errors import IcomError
+from icom.files import make_writable_folder, write_atomically
+from icom.generate import draw
+from icom.report import grid, loss_curve, model_card, save_png
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from icom.run import Run
+
+EMBEDDING = "learned_embeds.safetensors"
+
+
+def say_start(run: Run, reason: str, state: State) -> None:
+    """One line: what computes, what is trained, what came from the cache."""
+    config, moments = run.config, run.moments
+    rows = run.concept.rows
+    variants = moments.mean.shape[0] * moments.mean.shape[1]
+    resumed = f" · resumed after step {state.step}" if state.step else ""
+    print(
+        f"icom: {run.backend.describe()} ({reason}) · {rows.numel()} trainable numbers ({rows.shape[0]} x "
+        f"{rows.shape[1]}) · latent cache {moments.hits}/{variants} hits · total batch {run.samples_per_step} "
+        f"({config.train_batch_size} x {run.accelerator.num_processes} processes x "
+        f"{config.gradient_accumulation_steps} accumulated) · seed {config.seed}{resumed}",
+        flush=True,
+    )
+
+
+def validate(run: Run, step: int) -> None:
+    """Draw --validation_prompt with the modules that are in memory; all validations of a run use the same noise."""
+    config = run.config
+    assert config.validation_prompt is not None
+    assert config.seed is not None
+    seeds = range(config.seed, config.seed + config.num_validation_images)
+    images = _draw(run, config.validation_prompt, list(seeds), "validation")
+    folder = run.output / "validation"
+    make_writable_folder(folder)
+    save_png(grid(images, columns=min(4, len(images))), folder / f"step-{step}.png")
+    tracking.log_pictures(run.accelerator, "validation", images, step)
+
+
+def finish(
+    run: Run, initial_rows: torch.Tensor, rows: list[dict[str, Any]], repository: str | None, began: float
+) -> None:
+    """Write the results, then say where they are and how to use them."""
+    config, output = run.config, run.output
+    token, learned = config.placeholder_token, run.concept.rows
+    save_embedding(output / EMBEDDING, token, learned)
+    if config.no_safe_serialization:
+        buffer = io.BytesIO()
+        torch.save({token: learned.detach().cpu()}, buffer)
+        write_atomically(output / "learned_embeds.bin", buffer.getvalue())
+    loss_curve(rows, output / "loss.png")
+    pictures = ["loss.png"]
+    if config.num_comparison_images:
+        save_png(_comparison(run, initial_rows), output / "comparison.png")
+        pictures.insert(0, "comparison.png")
+    card = model_card(
+        token=token,
+        base_model=config.pretrained_model_name_or_path,
+        learnable_property=config.learnable_property,
+        steps=config.max_train_steps or 0,
+        pictures=pictures,
+    )
+    write_atomically(output / "README.md", card.encode())
+    trained = learned.detach().clone()
+    source = run.model.source
+    if config.save_as_full_pipeline:
+        del run.model, run.concept  # frees the training copy before the full-precision one is loaded
+        _save_full_pipeline(source, output, token, trained)
+    where = None
+    if repository:
+        where = hub.upload(output, repository, config.hub_token, pipeline=config.save_as_full_pipeline)
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    model = config.pretrained_model_name_or_path
+    arguments = ["--embedding", str(output / EMBEDDING), "--prompt", f"a photo of {token}"]
+    arguments += ["--pretrained_model_name_or_path", model, "--resolution", str(config.resolution)]
+    if config.mixed_precision != "no":
+        arguments += ["--mixed_precision", str(config.mixed_precision)]
+    print(f"\nLearned {token} in {time.monotonic() - began:.0f} s, peak memory {peak:.1f} GB. In {output}:")
+    print(f"  {EMBEDDING}  opens in diffusers, A1111 and ComfyUI")
+    print(f"  {', '.join(pictures)}, metrics.jsonl, config.yaml (runs this again: icom train --config)")
+    if config.save_as_full_pipeline:
+        print("  the whole pipeline (StableDiffusionPipeline.from_pretrained)")
+    if where:
+        print(f"  on the Hub: {where}")
+    print(f"Draw with it:\n  icom generate {shlex.join(arguments)}")
+    if model == "bundled":
+        print(
+            "The bundled model is a toy. With a real one and your pictures:\n"
+            "  icom train --pretrained_model_name_or_path stable-diffusion-v1-5/stable-diffusion-v1-5 "
+            '--train_data_dir FOLDER --placeholder_token "<mine>" --initializer_token toy '
+            "--train_batch_size 1 --learning_rate 2e-3 --max_train_steps 1000 --mixed_precision bf16"
+        )
+
+
+def _comparison(run: Run, initial_rows: torch.Tensor) -> Image.Image:
+    """Two rows of pictures from the same noise: with the rows before training, and after."""
+    config = run.config
+    assert config.seed is not None
+    kind = "painting in the style of" if config.learnable_property == "style" else "photo of"
+    seeds = list(range(config.seed, config.seed + config.num_comparison_images))
+    learned = run.concept.rows.detach().clone()
+    images = []
+    for rows, when in ((initial_rows, "before"), (learned, "after")):
+        with torch.no_grad():
+            run.concept.rows.copy_(rows)
+        images += _draw(run, f"a {kind} {config.placeholder_token}", seeds, f"pictures {when}")
+    return grid(images, columns=len(seeds))
+
+
+def _draw(run: Run, prompt: str, seeds: list[int], what: str) -> list[Image.Image]:
+    pipeline = models.pipeline_of(run.model)
+    resolution = run.config.resolution
+    with run.backend.autocast():
+        return [
+            draw(pipeline, prompt, seed, resolution=resolution)
+            for seed in tqdm(seeds, what, unit="picture", leave=False)
+        ]
+
+
+def _save_full_pipeline(source: models.ModelSource, output: Path, token: str, rows: torch.Tensor) -> None:
+    """The model as it was, in float32, plus the new word: loads with StableDiffusionPipeline.from_pretrained."""
+    model = models.load(source, torch.float32)
+    pipeline = models.pipeline_of(model, sampler="model")
+    pipeline.load_textual_inversion({token: rows.cpu()}, token=token)
+    try:
+        pipeline.save_pretrained(output, safe_serialization=True)
+    except (OSError, SafetensorError) as error:
+        raise IcomError(
+            f"Cannot write the whole pipeline to {output}: {error}. The new word itself is saved there ({EMBEDDING})."
+        ) from error

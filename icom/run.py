@@ -1,0 +1,246 @@
+"""What a training run is made of: options settled, model frozen, rows spliced in, latents cached."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import secrets
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, cast, get_args
+
+import torch
+
+from icom import models
+from icom.captions import TEMPLATES
+from icom.checkpoint import Identity, State
+from icom.config import Precision, TrainConfig
+from icom.embedding import PlaceholderEmbedding, add_placeholder, captions_to_ids, placeholder_tokens
+from icom.errors import UsageError
+from icom.images import Picture, Transform
+from icom.latents import Moments, cache_folder, load_moments
+from icom.sampling import SampleStream
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from icom.backends import Backend
+    from icom.models import Model
+
+
+@dataclass
+class Run:
+    """Everything a step needs; built once, then only rows, optimizer and scheduler change."""
+
+    config: TrainConfig
+    backend: Backend
+    accelerator: Accelerator
+    model: Model
+    concept: PlaceholderEmbedding
+    captions: torch.Tensor  # int64 (templates, context length)
+    moments: Moments
+    stream: SampleStream
+    optimizer: torch.optim.AdamW
+    lr_scheduler: torch.optim.lr_scheduler.LambdaLR
+    identity: Identity
+
+    @property
+    def output(self) -> Path:
+        """--output_dir."""
+        return Path(self.config.output_dir)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process writes files and talks."""
+        return bool(self.accelerator.is_main_process)
+
+    @property
+    def samples_per_step(self) -> int:
+        """Total batch: samples of all processes in one optimizer step."""
+        config = self.config
+        batch = config.train_batch_size * config.gradient_accumulation_steps
+        return batch * int(self.accelerator.num_processes)
+
+
+def precision_of(config: TrainConfig) -> Precision:
+    """--mixed_precision, else what `accelerate launch` was configured with."""
+    if config.mixed_precision:
+        return config.mixed_precision
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if launched not in get_args(Precision):
+        raise UsageError(f"Accelerate is configured for {launched}; set --mixed_precision to bf16, fp16 or no.")
+    return cast(Precision, launched)
+
+
+def start_accelerate(config: TrainConfig, backend: Backend, precision: Precision, reporters: list[str]) -> Accelerator:
+    """Join the processes that a launcher started, if one did."""
+    from accelerate import Accelerator
+    from accelerate.utils import ProjectConfiguration
+
+    project = ProjectConfiguration(
+        project_dir=config.output_dir, logging_dir=str(Path(config.output_dir) / config.logging_dir)
+    )
+    return Accelerator(
+        cpu=backend.device.type == "cpu",
+        mixed_precision=precision,
+        log_with=reporters or None,
+        project_config=project,
+    )
+
+
+def settle(
+    config: TrainConfig,
+    accelerator: Accelerator,
+    model_name: str,
+    precision: Precision,
+    resumed: tuple[State, Identity] | None,
+    pictures: int,
+) -> TrainConfig:
+    """Replace every open choice (seed, precision, steps …) by its value: what config.yaml then says."""
+    from accelerate.utils import broadcast_object_list
+
+    seed = config.seed
+    if seed is None:
+        seed = resumed[1].seed if resumed else broadcast_object_list([secrets.randbits(31)])[0]
+    epoch = pictures * config.repeats
+    batches = math.ceil(epoch / (config.train_batch_size * accelerator.num_processes))
+    steps = config.max_train_steps
+    if steps is None:
+        steps = config.num_train_epochs * math.ceil(batches / config.gradient_accumulation_steps)
+    validation_steps = config.validation_steps
+    if config.validation_epochs is not None:
+        # Samples per epoch, not steps: diffusers' script counts so.
+        validation_steps = config.validation_epochs * epoch
+        print(
+            f"icom: --validation_epochs is deprecated; taking --validation_steps {validation_steps}.",
+            file=sys.stderr,
+        )
+    return dataclasses.replace(
+        config,
+        pretrained_model_name_or_path=model_name,
+        seed=seed,
+        max_train_steps=steps,
+        mixed_precision=precision,
+        validation_steps=validation_steps,
+        validation_epochs=None,
+    )
+
+
+def prepare(
+    config: TrainConfig, backend: Backend, accelerator: Accelerator, model: Model, pictures: list[Picture]
+) -> Run:
+    """Splice the rows in, freeze and convert the rest, fill the latent cache, make optimizer and sample stream.
+
+    Args:
+        config: with `seed` and `max_train_steps` settled.
+        backend: where it will run.
+        accelerator: knows the other processes.
+        model: freshly loaded; is changed.
+        pictures: checked.
+
+    Raises:
+        UsageError: placeholder, initializer or xFormers do not fit the model or the machine.
+    """
+    from diffusers.optimization import get_scheduler
+
+    assert config.seed is not None
+    assert config.max_train_steps is not None
+    vae_digest = models.weights_digest(model.vae)
+    model_digest = models.weights_digest(model.text_encoder, model.unet) + vae_digest
+    concept = add_placeholder(
+        model.tokenizer,
+        model.text_encoder,
+        config.placeholder_token,
+        config.initializer_token,
+        config.num_vectors,
+    )
+    templates = TEMPLATES[config.learnable_property]
+    captions = captions_to_ids(
+        model.tokenizer,
+        templates,
+        placeholder_tokens(config.placeholder_token, config.num_vectors),
+        model.text_encoder.config.max_position_embeddings,
+    )
+    if config.allow_tf32:
+        torch.backends.cuda.matmul.allow_tf32 = True
+    if config.enable_xformers_memory_efficient_attention:
+        _enable_xformers(model)
+    if config.gradient_checkpointing:
+        model.unet.train()  # diffusers checkpoints in training mode only; there is no dropout
+        model.unet.enable_gradient_checkpointing()
+    backend.prepare(model)
+    moments = load_moments(
+        pictures,
+        Transform(config.resolution, config.center_crop),
+        model.vae,
+        vae_digest,
+        cache_folder(config.cache_dir),
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
+        wait_for_everyone=accelerator.wait_for_everyone,
+        decode_threads=config.dataloader_num_workers,
+    )
+    learning_rate = config.learning_rate
+    if config.scale_lr:
+        learning_rate *= config.train_batch_size * config.gradient_accumulation_steps * accelerator.num_processes
+    optimizer = torch.optim.AdamW(
+        [concept.rows],
+        lr=learning_rate,
+        betas=(config.adam_beta1, config.adam_beta2),
+        weight_decay=config.adam_weight_decay,
+        eps=config.adam_epsilon,
+    )
+    lr_scheduler = get_scheduler(
+        config.lr_scheduler,
+        optimizer,
+        num_warmup_steps=config.lr_warmup_steps,
+        num_training_steps=config.max_train_steps,
+        num_cycles=config.lr_num_cycles,
+    )
+    stream = SampleStream(
+        config.seed,
+        len(pictures),
+        config.repeats,
+        len(templates),
+        model.noise_scheduler.config["num_train_timesteps"],
+    )
+    options = (
+        "placeholder_token",
+        "num_vectors",
+        "learnable_property",
+        "resolution",
+        "center_crop",
+        "repeats",
+        "engine",
+    )
+    identity = Identity(
+        config.seed,
+        model_digest,
+        {picture.path.name: picture.digest for picture in pictures},
+        {name: getattr(config, name) for name in options},
+    )
+    return Run(
+        config,
+        backend,
+        accelerator,
+        model,
+        concept,
+        captions,
+        moments,
+        stream,
+        optimizer,
+        lr_scheduler,
+        identity,
+    )
+
+
+def _enable_xformers(model: Model) -> None:
+    try:
+        model.unet.enable_xformers_memory_efficient_attention()
+    except Exception as error:
+        # ModuleNotFoundError without xFormers, ValueError without a GPU.
+        raise UsageError(
+            f"xFormers cannot be used here ({error}). Drop --enable_xformers_memory_efficient_attention."
+        ) from error

@@ -177,6 +177,9 @@ def load(source: ModelSource, dtype: torch.dtype) -> Model:
         vae = _load_weights(AutoencoderKL, folder, "vae", torch_dtype=dtype, **options)
         unet = _load_weights(UNet2DConditionModel, folder, "unet", torch_dtype=dtype, **options)
         noise_scheduler = _load_part(DDPMScheduler, folder, "scheduler")
+    # A tokenizer from a bare vocabulary knows no limit, and pipelines pad to it.
+    context_length: int = text_encoder.config.max_position_embeddings
+    tokenizer.model_max_length = min(tokenizer.model_max_length, context_length)
     for part in (text_encoder, vae, unet):
         part.requires_grad_(False)
         part.eval()

@@ -185,6 +185,22 @@ def test_random_architecture_trains(tmp_path: Path, train: Train) -> None:
     assert train(output_dir=tmp_path, pretrained_model_name_or_path="random:tiny").code == 0
 
 
+def test_tokenizer_from_a_bare_vocabulary(tmp_path: Path, train: Train) -> None:
+    """Two files, as OpenAI published CLIP's: no limit of length is known from them, and pictures need one."""
+    vocabulary = json.loads((models.BUNDLE / "tokenizer" / "tokenizer.json").read_text())["model"]
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "vocab.json").write_text(json.dumps(vocabulary["vocab"]))
+    merges = "\n".join(" ".join(pair) for pair in vocabulary["merges"])
+    (bare / "merges.txt").write_text(f"#version: 0.2\n{merges}\n")
+    options = {"tokenizer_name": bare, "num_comparison_images": 1, "save_as_full_pipeline": True}
+    assert train(output_dir=tmp_path / "bare-out", **options).code == 0
+    assert train(output_dir=tmp_path / "own-out").code == 0
+    assert torch.equal(rows(tmp_path / "bare-out"), rows(tmp_path / "own-out"))
+    saved = json.loads((tmp_path / "bare-out" / "tokenizer" / "tokenizer_config.json").read_text())
+    assert saved["model_max_length"] == 77
+
+
 def test_epochs_decide_without_max_train_steps(tmp_path: Path, train: Train) -> None:
     result = train(output_dir=tmp_path, max_train_steps="None", num_train_epochs=2, repeats=3, train_batch_size=4)
     assert result.code == 0

@@ -6,6 +6,8 @@ Nothing heavy is imported here: `icom --help` must not wait for torch.
 from __future__ import annotations
 
 import importlib
+import os
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -37,6 +39,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except IcomError as error:
         print(f"icom: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except BrokenPipeError:  # `icom --help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes at its end
+        sys.exit(128 + signal.SIGPIPE)
     except OSError as error:
         # A full disk strikes in libraries too: trackers, temporary files.
         if not is_full(error):

@@ -36,19 +36,17 @@ class TrainConfig:
 
     # What is learned, from what.
     pretrained_model_name_or_path: str = "bundled"
-    """The frozen model: a Hub id, a folder, `bundled` (a tiny one that ships with icom), or `random:ARCH` (that
-    architecture with random weights, to measure speed and memory; ARCH is one of sd15, sd2-base, sd21, tiny)."""
+    """The frozen model: a Hub id, a folder, `bundled`, or `random:ARCH` (sd15, sd2-base, sd21, tiny) to measure."""
     train_data_dir: str = REQUIRED
-    """The folder with the pictures (`bundled`: the five that ship with icom). Every file in it has to be a picture."""
+    """Required. The folder with the pictures, and nothing else in it (`bundled`: the five that ship with icom)."""
     placeholder_token: str = REQUIRED
-    """The new word, for instance "<dicoo>". It must not be in the vocabulary yet."""
+    """Required. The new word, for instance "<dicoo>". It must not be in the vocabulary yet."""
     initializer_token: str = REQUIRED
-    """What the new word starts from: a word the model knows, or a phrase with --num_vectors of at least its tokens."""
+    """Required. What the new word starts from: a word the model knows, or a phrase of up to --num_vectors tokens."""
     learnable_property: Literal["object", "style"] = "object"
     """Chooses the captions: "a photo of a …" or "a painting in the style of …"."""
     num_vectors: int = 1
-    """Embedding rows for the concept. More rows hold more detail and take more of the prompt's 75 tokens. They start
-    from the initializer's tokens in turn, and only they are trained."""
+    """Rows to train. More hold more detail and take more of the prompt; they start from the initializer's tokens."""
     tokenizer_name: str | None = None
     """Tokenizer to use instead of the model's own: a Hub id or a folder."""
     revision: str | None = None
@@ -64,8 +62,7 @@ class TrainConfig:
     repeats: int = 100
     """How often each picture comes up in one epoch."""
     dataloader_num_workers: int = 0
-    """Threads that decode pictures while the latent cache is filled; 0 decodes in the main thread. (Steps load
-    nothing: their latents are in memory.)"""
+    """Threads that decode pictures while the latent cache is filled; 0: the main one. Steps load nothing."""
     cache_dir: str | None = None
     """Folder of the latent cache. Default: $ICOM_CACHE_DIR, else $XDG_CACHE_HOME/icom, else ~/.cache/icom."""
 
@@ -105,8 +102,7 @@ class TrainConfig:
     engine: Literal["auto", "off"] = "auto"
     """`auto` computes the UNet's long self-attention in blocks, which is faster on CPUs; `off` takes stock layers."""
     mixed_precision: Precision | None = None
-    """Precision of the frozen model; the learned rows are always float32. Default: what `accelerate launch` was
-    configured with, else `no`. bf16 suits Xeons with AMX or AVX512-BF16; fp16 is for GPUs."""
+    """Precision of the frozen model; the rows stay float32. Default: what `accelerate launch` has, else `no`."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     allow_tf32: bool = False
@@ -235,8 +231,7 @@ class BenchConfig:
     arch: Literal["sd15", "sd2-base", "sd21", "tiny"] = "sd15"
     """Architecture to build with random weights (speed does not depend on their values)."""
     compare: Literal["none", "reference"] = "none"
-    """`reference` also measures the field's usual step (VAE encode at every step, AdamW over the whole token table,
-    other rows restored), with the stock allocator settings and with ours."""
+    """`reference`: also the usual step (VAE at every step, whole token table), with the stock allocator and ours."""
     resolution: int | None = None
     """Pixels. Default: the architecture's own."""
     train_batch_size: int = 1

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ROOT, Result, train_arguments
+from conftest import ROOT, Result, start_process, train_arguments
 
 from icom.cli import COMMANDS, given_options, parse
 from icom.config import DIFFUSERS_OPTIONS, TrainConfig, load_train_config, to_yaml
@@ -118,6 +118,17 @@ def test_help_explains_every_option(command: str, icom: Icom) -> None:
     assert result.code == 0
     for option in SURFACE[command] - {"model"}:
         assert f"--{option}" in result.out
+
+
+def test_reader_that_leaves_gets_no_traceback() -> None:
+    """As in `icom train --help | head -1`."""
+    process = start_process("train", "--help")
+    assert process.stdout
+    assert process.stderr
+    process.stdout.close()
+    assert process.wait(timeout=30) == 141
+    with process.stderr:
+        assert process.stderr.read() == ""
 
 
 def test_version(icom: Icom) -> None:

@@ -59,7 +59,7 @@ def test_kill_9_at_random_moments(tmp_path: Path, train: Callable[..., Result]) 
         process = start_process(*arguments)
         if kills > 1:  # the first two die while they start
             wait_for_steps(process, killed, done)
-        time.sleep(chance.uniform(0, 0.2) + (1 if kills == 1 else 0))
+        time.sleep(chance.uniform(0, 0.1) + (1 if kills == 1 else 0))
         process.kill()
         process.communicate()
         assert process.returncode == -signal.SIGKILL, "the run was over before it was killed: raise STEPS"

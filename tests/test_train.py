@@ -100,12 +100,22 @@ def test_only_placeholder_ids_get_trained_rows_and_gradients() -> None:
 def test_loss_falls_by_a_margin(tmp_path: Path, train: Train) -> None:
     """On the same 200 fresh samples: the trained row against the row that it started from."""
     assert train(output_dir=tmp_path, max_train_steps=300, learning_rate=5e-2, seed=7).code == 0
-    trained, untrained = (evaluate(r) for r in (rows(tmp_path), None))
+    trained, untrained = (evaluate(range(200), 10_000, learned) for learned in (rows(tmp_path), None))
     print(f"loss of the untrained row {untrained:.4f}, of the trained row {trained:.4f}")
     assert trained < 0.97 * untrained
 
 
-def evaluate(learned: torch.Tensor | None) -> float:
+def test_steps_take_the_streams_samples_one_after_the_other(tmp_path: Path, train: Train) -> None:
+    """With rows that hardly move, step k's loss is the loss of the k-th part of the stream."""
+    options = {"train_batch_size": 2, "gradient_accumulation_steps": 3, "learning_rate": 1e-12, "max_train_steps": 4}
+    assert train(output_dir=tmp_path, **options).code == 0
+    losses = [row["loss"] for row in read_metrics(tmp_path / "metrics.jsonl")]
+    expected = [evaluate(range(6 * step, 6 * step + 6), seed=7) for step in range(4)]
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def evaluate(samples: range, seed: int, learned: torch.Tensor | None = None) -> float:
+    """The mean loss of samples of a seed's stream, with the initial rows or others."""
     from accelerate import Accelerator
 
     from icom.config import TrainConfig
@@ -120,14 +130,14 @@ def evaluate(learned: torch.Tensor | None) -> float:
         initializer_token="toy",
         resolution=64,
         max_train_steps=1,
-        seed=10_000,
+        seed=seed,
     )
     model = models.load(models.find("bundled"), torch.float32)
     run = prepare(config, backend, Accelerator(cpu=True), model, list_pictures("bundled"))
     with torch.no_grad():
         if learned is not None:
             run.concept.rows.copy_(learned)
-        return float(batch_loss(run, range(200)))
+        return float(batch_loss(run, samples))
 
 
 def test_effective_configuration_reruns_to_the_same_vectors(tmp_path: Path, train: Train, icom: Train) -> None:

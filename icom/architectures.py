@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from transformers import CLIPTextModel
 
 ArchitectureName = Literal["sd15", "sd2-base", "sd21", "tiny"]
+"""The keys of ARCHITECTURES, for the command line."""
 
 _CLIP = {"vocab_size": 49408, "max_position_embeddings": 77, "bos_token_id": 49406, "eos_token_id": 49407}
 _VAE = {

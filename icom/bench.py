@@ -214,7 +214,8 @@ def _reference_step(options: TrainConfig, config: BenchConfig) -> Callable[[int]
     captions = captions_to_ids(trainer.tokenizer, templates, tokens, length)
     transform = Transform(options.resolution, center_crop=False)
     images = [read_picture(picture.path) for picture in list_pictures("bundled")]
-    stream = SampleStream(0, len(images), options.repeats, len(templates), 1000)
+    timesteps = model.noise_scheduler.config["num_train_timesteps"]
+    stream = SampleStream(0, len(images), options.repeats, len(templates), timesteps)
     factor = 2 ** (len(model.vae.config["block_out_channels"]) - 1)
     shape = (model.vae.config["latent_channels"], *(options.resolution // factor,) * 2)
 

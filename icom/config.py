@@ -12,10 +12,11 @@ import difflib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import tyro
 
+from icom.architectures import ArchitectureName
 from icom.errors import UsageError
 
 REQUIRED: Any = "???"
@@ -161,12 +162,6 @@ class TrainConfig:
     """Print the effective configuration as YAML and stop."""
 
 
-DIFFUSERS_OPTIONS = frozenset(f.name for f in fields(TrainConfig)) - {
-    *("backend", "engine", "cache_dir", "num_comparison_images", "config", "print_config")
-}
-"""The 48 options that diffusers' script has too."""
-
-
 @dataclass(kw_only=True)
 class GenerateConfig:
     """Draw pictures with a learned word.
@@ -228,7 +223,7 @@ class ParamsConfig:
 class BenchConfig:
     """Measure seconds per training step on this machine. Each measurement runs in its own fresh process."""
 
-    arch: Literal["sd15", "sd2-base", "sd21", "tiny"] = "sd15"
+    arch: ArchitectureName = "sd15"
     """Architecture to build with random weights (speed does not depend on their values)."""
     compare: Literal["none", "reference"] = "none"
     """`reference`: also the usual step (VAE at every step, whole token table), with the stock allocator and ours."""
@@ -246,9 +241,6 @@ class BenchConfig:
     """Processes per contender; contenders take turns, so that a slow minute hits all of them."""
     json: str | None = None
     """Also write the result to this file."""
-
-
-Config = TypeVar("Config", TrainConfig, GenerateConfig, ParamsConfig, BenchConfig)
 
 
 def load_train_config(path: str | None, flags: TrainConfig, given: Sequence[str]) -> TrainConfig:

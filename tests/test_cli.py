@@ -8,13 +8,15 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
 from conftest import ROOT, Result, start_process, train_arguments
 
+from icom.architectures import ARCHITECTURES, ArchitectureName
 from icom.cli import COMMANDS, given_options, parse
-from icom.config import DIFFUSERS_OPTIONS, TrainConfig, load_train_config, to_yaml
+from icom.config import TrainConfig, load_train_config, to_yaml
 
 Icom = Callable[..., Result]
 
@@ -93,7 +95,7 @@ def test_surface_is_frozen() -> None:
 
 def test_diffusers_48_options_with_its_defaults() -> None:
     assert len(DIFFUSERS) == 48
-    assert set(DIFFUSERS) == DIFFUSERS_OPTIONS
+    assert set(DIFFUSERS) <= {f.name for f in dataclasses.fields(TrainConfig)}
     config = TrainConfig(train_data_dir="x", placeholder_token="<x>", initializer_token="x")
     assert {name: getattr(config, name) for name in DIFFUSERS_DEFAULTS} == DIFFUSERS_DEFAULTS
 
@@ -220,6 +222,10 @@ def test_params_prints_the_published_numbers(icom: Icom, model: str, total: str,
     printed = icom("params", model).out
     assert total in printed
     assert unet in printed
+
+
+def test_every_architecture_is_offered() -> None:
+    assert set(get_args(ArchitectureName)) == set(ARCHITECTURES)
 
 
 def test_params_of_a_folder_counts_its_weights(icom: Icom) -> None:

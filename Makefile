@@ -34,14 +34,22 @@ install-miniconda: ## Install a conda (Miniforge) in ~/miniforge3, unless there 
 download-training-images: ## Fetch ICOM's five example pictures from the Hugging Face Hub into ./dicoo
 	@$(SETUP) pictures
 
+.PHONY: demo
+demo: ## Learn a bundled concept and score it before and after: no download, two minutes
+	$(RUN) -- icom demo
+
 .PHONY: single-node-test
 single-node-test: ## Train 5 steps on the bundled model and pictures, no download
-	$(RUN) -- accelerate launch --config_file accelerate_configs/single_cpu.yaml textual_inversion_icom.py --pretrained_model_name_or_path=bundled --train_data_dir=bundled --learnable_property=object --placeholder_token="<robot>" --initializer_token=toy --resolution=64 --train_batch_size=1 --seed=7 --gradient_accumulation_steps=1 --max_train_steps=5 --learning_rate=2.0e-03 --scale_lr --lr_scheduler=constant --lr_warmup_steps=0 --output_dir=./textual_inversion_output --mixed_precision bf16
+	$(RUN) -- accelerate launch --config_file accelerate_configs/single_cpu.yaml textual_inversion_icom.py --pretrained_model_name_or_path=bundled --train_data_dir=bundled --learnable_property=object --placeholder_token="<concept>" --initializer_token=object --resolution=64 --train_batch_size=1 --seed=7 --gradient_accumulation_steps=1 --max_train_steps=5 --learning_rate=2.0e-03 --scale_lr --lr_scheduler=constant --lr_warmup_steps=0 --output_dir=./textual_inversion_output --mixed_precision bf16
 	@$(SETUP) setup
 
 .PHONY: bench
 bench: ## Measure the speed of SD1.5's training step against the reference script's
 	$(RUN) -- icom bench --arch sd15 --compare reference
+
+.PHONY: evaluate-bundled
+evaluate-bundled: ## Measure bundled model, judge and concepts (about half an hour); writes benchmarks/bundled-model.*
+	$(RUN) -- python -m icom.world.evaluate
 
 .PHONY: run
 run: ## Run CMD="..." in the environment
@@ -67,6 +75,6 @@ constraints: ## Refresh constraints.txt with the newest versions that install to
 	@$(SETUP) constraints
 
 .PHONY: clean
-clean: ## Delete caches, builds and the output of single-node-test; the environment stays
-	rm -rf textual_inversion_output .cache build dist icom.egg-info
+clean: ## Delete caches, builds and the output of single-node-test and demo; the environment stays
+	rm -rf textual_inversion_output demo .cache build dist icom.egg-info
 	find icom provisioning tests -name __pycache__ -type d -prune -exec rm -rf {} +

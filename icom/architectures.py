@@ -1,7 +1,7 @@
 """Shapes of the Stable Diffusion models that icom knows without a download.
 
 Configurations as published with the models (`config.json` of stable-diffusion-v1-5, stable-diffusion-2-base and
-stable-diffusion-2-1); `tiny` has the same classes and layout at a width that trains in milliseconds.
+stable-diffusion-2-1); `tiny` is the bundled model's: the same classes and layout at a small width.
 """
 
 from __future__ import annotations
@@ -93,22 +93,23 @@ ARCHITECTURES: dict[str, Architecture] = {
     "tiny": Architecture(
         text_encoder=_CLIP
         | {
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "projection_dim": 32,
+            "hidden_size": 128,
+            "intermediate_size": 512,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "projection_dim": 128,
         },
-        vae=_VAE | {"block_out_channels": (8, 8, 16, 16), "norm_num_groups": 4, "sample_size": 64},
+        vae=_VAE
+        | {"block_out_channels": (16, 48, 96, 96), "layers_per_block": 1, "norm_num_groups": 8, "sample_size": 64},
         unet={
             "sample_size": 8,
-            "cross_attention_dim": 32,
-            "attention_head_dim": 2,
-            "block_out_channels": (16, 32),
+            "cross_attention_dim": 128,
+            "attention_head_dim": 4,
+            "block_out_channels": (96, 160),
             "layers_per_block": 1,
-            "norm_num_groups": 8,
-            "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
-            "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+            "norm_num_groups": 16,
+            "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+            "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
         },
         scheduler=_NOISE,
         resolution=64,

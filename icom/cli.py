@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 from icom import __version__
-from icom.config import BenchConfig, GenerateConfig, ParamsConfig, TrainConfig, load_train_config
+from icom.config import BenchConfig, DemoConfig, GenerateConfig, ParamsConfig, TrainConfig, load_train_config
 from icom.errors import IcomError
 from icom.files import is_full, write_error
 from icom.signals import STOPPED, stopping_at_once
 
 COMMANDS: dict[str, tuple[Any, str]] = {
+    "demo": (DemoConfig, "icom.demo:demo"),
     "train": (TrainConfig, "icom.train:train"),
     "generate": (GenerateConfig, "icom.generate:generate"),
     "params": (ParamsConfig, "icom.params:params"),
@@ -86,8 +87,7 @@ def parse(argv: list[str]) -> Any:
         args=argv,
         prog="icom",
         description="Teach Stable Diffusion a new word from a handful of pictures, on CPUs.\n\n"
-        "Try it without a download: icom train --train_data_dir bundled --placeholder_token '<robot>' "
-        "--initializer_token toy --resolution 64 --train_batch_size 1 --max_train_steps 5",
+        "Try it without a download: icom demo",
         use_underscores=True,
     )
 

@@ -27,6 +27,19 @@ Precision = Literal["no", "fp16", "bf16"]
 LrScheduler = Literal["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"]
 
 
+ConceptName = Literal["blue-heart", "green-star", "orange-ring", "purple-square", "red-moon", "yellow-cross"]
+"""The keys of icom.world.concepts.CONCEPTS, for the command line."""
+
+BUNDLED_DEFAULTS = {
+    "resolution": 64,
+    "train_batch_size": 4,
+    "max_train_steps": 500,
+    "learning_rate": 1e-2,
+    "num_vectors": 1,
+}
+"""Defaults for the bundled model, found by measuring (docs/bundled-model.md); all others have diffusers' own."""
+
+
 @dataclass(kw_only=True)
 class TrainConfig:
     """Learn a new word for Stable Diffusion from a handful of pictures (textual inversion).
@@ -39,7 +52,7 @@ class TrainConfig:
     pretrained_model_name_or_path: str = "bundled"
     """The frozen model: a Hub id, a folder, `bundled`, or `random:ARCH` (sd15, sd2-base, sd21, tiny) to measure."""
     train_data_dir: str = REQUIRED
-    """Required. The folder with the pictures, and nothing else in it (`bundled`: the five that ship with icom)."""
+    """Required. A folder with the pictures and nothing else, or one that ships with icom, such as bundled:red-moon."""
     placeholder_token: str = REQUIRED
     """Required. The new word, for instance "<dicoo>". It must not be in the vocabulary yet."""
     initializer_token: str = REQUIRED
@@ -57,7 +70,7 @@ class TrainConfig:
 
     # Pictures.
     resolution: int = 512
-    """Pictures are resized to resolution x resolution pixels; a multiple of 8."""
+    """Pictures are resized to resolution x resolution pixels; a multiple of 8 (bundled model: 64)."""
     center_crop: bool = False
     """Cut the middle square out before resizing. Without it a picture that is not square is squeezed."""
     repeats: int = 100
@@ -210,6 +223,22 @@ class GenerateConfig:
 
 
 @dataclass(kw_only=True)
+class DemoConfig:
+    """Learn a thing that the bundled model has never drawn, and let a judge count before and after. No download."""
+
+    concept: ConceptName = "blue-heart"
+    """Which of the bundled concept sets (five pictures each) to learn."""
+    max_train_steps: int | None = None
+    """Optimizer steps. Default: what `icom train` takes for the bundled model."""
+    num_images: int = 16
+    """Pictures to judge: so many before training, so many after it, and so many in a new context."""
+    seed: int = 0
+    """Seed of the training; the pictures are drawn from the seeds 0, 1, 2 … in any case."""
+    output_dir: str = "demo"
+    """Folder for the results of the training and before-after.png."""
+
+
+@dataclass(kw_only=True)
 class ParamsConfig:
     """Print how many parameters each part of a model has. Architectures are known without a download."""
 
@@ -259,8 +288,11 @@ def load_train_config(path: str | None, flags: TrainConfig, given: Sequence[str]
 
     schema = OmegaConf.structured(TrainConfig)
     try:
-        layers = [schema, read_yaml(path)] if path else [schema]
-        merged = OmegaConf.merge(*layers, {name: _literal(getattr(flags, name)) for name in given})
+        chosen = [read_yaml(path)] if path else []
+        chosen.append({name: _literal(getattr(flags, name)) for name in given})
+        merged = OmegaConf.merge(schema, *chosen)
+        if merged.pretrained_model_name_or_path == "bundled":
+            merged = OmegaConf.merge(schema, BUNDLED_DEFAULTS, *chosen)
         missing = sorted(str(key) for key in OmegaConf.missing_keys(merged))
         if missing:
             example = {

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     import torch
     from PIL import Image
 
-BUNDLED_PICTURES = Path(__file__).parent / "assets" / "pictures"
+BUNDLED_CONCEPTS = Path(__file__).parent / "assets" / "concepts"
+"""Folders with the pictures of the concepts that ship with icom."""
 MAX_PIXELS = 100_000_000
 """Larger pictures are refused before they are decoded (100 megapixels take 300 MB)."""
 
@@ -41,12 +42,12 @@ def list_pictures(folder: str) -> list[Picture]:
     """All pictures of a folder in order of name, each decoded once to be sure. Hidden files are passed over.
 
     Args:
-        folder: a path, or `bundled`.
+        folder: a path, or `bundled:NAME` for a concept set that ships with icom (`bundled`: the first of them).
 
     Raises:
         IcomError: folder missing or empty, or files that are no good; all of them are named.
     """
-    root = BUNDLED_PICTURES if folder == "bundled" else Path(folder).expanduser()
+    root = _bundled_folder(folder) if folder.split(":", maxsplit=1)[0] == "bundled" else Path(folder).expanduser()
     try:
         entries = sorted(root.iterdir())
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -73,6 +74,14 @@ def list_pictures(folder: str) -> list[Picture]:
         listed = "\n  ".join(problems)
         raise IcomError(f"In the picture folder {folder}, repair or remove:\n  {listed}")
     return pictures
+
+
+def _bundled_folder(name: str) -> Path:
+    names = sorted(path.name for path in BUNDLED_CONCEPTS.iterdir())
+    chosen = name.partition(":")[2] or names[0]
+    if chosen not in names:
+        raise IcomError(f"No bundled concept {chosen!r}. There are {', '.join(names)} (--train_data_dir bundled:NAME).")
+    return BUNDLED_CONCEPTS / chosen
 
 
 def read_picture(path: Path) -> Image.Image:

@@ -114,7 +114,7 @@ def _loop(run: Run, state: State, metrics: Metrics | None, stop: StopRequest) ->
     config = run.config
     assert config.max_train_steps is not None
     step, next_sample = state.step, state.next_sample
-    saved_at = None  # the step of a checkpoint that no finite loss has followed yet
+    saved_at = state.step or None  # the step of a checkpoint that no finite loss has followed yet
     losses = [row["loss"] for row in metrics.rows] if metrics else []
     bar = tqdm(
         total=config.max_train_steps,

@@ -49,14 +49,14 @@ def test_bad_embedding_files(icom: Run, tmp_path: Path) -> None:
     file = tmp_path / "learned_embeds.safetensors"
     save_file({"<x>": torch.zeros(2, 768)}, file)
     result = draw(file)
-    assert_refused(result, 1, str(file), "rows of width 768 and bundled has 32", "--pretrained_model_name_or_path")
+    assert_refused(result, 1, str(file), "rows of width 768 and bundled has 128", "--pretrained_model_name_or_path")
     cut(file)
     assert_refused(draw(file), 1, f"{file} is not a safetensors file, or damaged (", "of a run")
     for tensors, message in (
-        ({"<x>": torch.zeros(1, 32), "<y>": torch.zeros(1, 32)}, "holds 2 tensors; an embedding file has one"),
+        ({"<x>": torch.zeros(1, 128), "<y>": torch.zeros(1, 128)}, "holds 2 tensors; an embedding file has one"),
         ({"<x>": torch.zeros(2, 3, 4)}, "of shape (2, 3, 4); expected (vectors, width)"),
-        ({"<x>": torch.zeros(0, 32)}, "of shape (0, 32); expected (vectors, width)"),
-        ({"<x>": torch.full((1, 32), torch.nan)}, "holds numbers that are not finite"),
+        ({"<x>": torch.zeros(0, 128)}, "of shape (0, 128); expected (vectors, width)"),
+        ({"<x>": torch.full((1, 128), torch.nan)}, "holds numbers that are not finite"),
     ):
         save_file(tensors, file)
         assert_refused(draw(file), 1, str(file), message)

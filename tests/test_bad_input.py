@@ -16,7 +16,7 @@ from conftest import Result
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from icom.images import BUNDLED_PICTURES
+from icom.images import BUNDLED_CONCEPTS
 from icom.models import BUNDLE
 
 Run = Callable[..., Result]
@@ -55,8 +55,8 @@ OPTIONS = [
     ({"config": "nowhere.yaml"}, "No such configuration file: nowhere.yaml", "--print_config"),
     ({"enable_xformers_memory_efficient_attention": True}, "xFormers cannot be used here", "Drop --enable_xf"),
     # These need the model.
-    ({"placeholder_token": "robot"}, "vocabulary has 'robot' already", "for instance <my-robot>"),
-    ({"initializer_token": "a red robot"}, "is 3 tokens (a", "--num_vectors is 1", "Set --num_vectors 3"),
+    ({"placeholder_token": "toy"}, "vocabulary has 'toy' already", "for instance <my-toy>"),
+    ({"initializer_token": "a red star"}, "is 3 tokens (a", "--num_vectors is 1", "Set --num_vectors 3"),
     ({"num_vectors": 90}, "--num_vectors 90 makes captions of 99 tokens; the text encoder reads 77", "At most 68"),
 ]
 
@@ -70,8 +70,8 @@ def test_options(train: Run, tmp_path: Path, options: dict[str, object], message
 def test_words_are_checked_before_the_weights_are_read(train: Run, tmp_path: Path) -> None:
     model = copy_of_the_model(tmp_path)
     (model / "unet/diffusion_pytorch_model.safetensors").write_bytes(b"")
-    result = train(output_dir=tmp_path, pretrained_model_name_or_path=model, placeholder_token="robot")
-    assert_refused(result, 2, "vocabulary has 'robot' already")
+    result = train(output_dir=tmp_path, pretrained_model_name_or_path=model, placeholder_token="toy")
+    assert_refused(result, 2, "vocabulary has 'toy' already")
 
 
 def test_precision_of_accelerate_that_cpus_lack(train: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,13 +221,18 @@ def pictures(tmp_path: Path) -> Path:
     """A folder with one good picture."""
     folder = tmp_path / "pictures"
     folder.mkdir()
-    shutil.copy(BUNDLED_PICTURES / "0.png", folder / "good.png")
+    shutil.copy(BUNDLED_CONCEPTS / "blue-heart" / "0.png", folder / "good.png")
     return folder
 
 
 def test_no_picture_folder(train: Run, tmp_path: Path) -> None:
     result = train(output_dir=tmp_path, train_data_dir=tmp_path / "nowhere")
     assert_refused(result, 1, f"No such picture folder: {tmp_path / 'nowhere'}.", "--train_data_dir", "`bundled`")
+
+
+def test_no_such_bundled_concept(train: Run, tmp_path: Path) -> None:
+    result = train(output_dir=tmp_path, train_data_dir="bundled:pink-elephant")
+    assert_refused(result, 1, "No bundled concept 'pink-elephant'", "blue-heart, green-star", "bundled:NAME")
 
 
 def test_picture_instead_of_a_folder(train: Run, tmp_path: Path, pictures: Path) -> None:
@@ -255,7 +260,7 @@ def test_all_bad_pictures_are_named_at_once(train: Run, tmp_path: Path, pictures
         result,
         1,
         f"In the picture folder {pictures}, repair or remove:",
-        "cut.jpg: damaged (image file is truncated",
+        "cut.jpg: damaged (",
         "nothing.png: not a picture",
         "notes.txt: not a picture",
     )

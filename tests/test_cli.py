@@ -16,7 +16,7 @@ from conftest import ROOT, Result, start_process, train_arguments
 
 from icom.architectures import ARCHITECTURES, ArchitectureName
 from icom.cli import COMMANDS, given_options, parse
-from icom.config import TrainConfig, load_train_config, to_yaml
+from icom.config import BUNDLED_DEFAULTS, TrainConfig, load_train_config, to_yaml
 
 Icom = Callable[..., Result]
 
@@ -80,6 +80,7 @@ SURFACE = {
             "grid",
         ),
     },
+    "demo": {"concept", "max_train_steps", "num_images", "seed", "output_dir"},
     "params": {"model", "json"},
     "bench": {
         *("arch", "compare", "resolution", "train_batch_size", "mixed_precision", "engine", "steps", "rounds", "json"),
@@ -156,7 +157,25 @@ def test_both_spellings_and_precedence(tmp_path: Path) -> None:
     assert effective("--no_scale_lr").scale_lr is False
     assert effective().learning_rate == 1e-3
     assert effective("--learning-rate", "0.0001").learning_rate == 1e-4
-    assert effective().max_train_steps == 5000
+    assert effective().save_steps == 500
+
+
+def test_bundled_model_has_its_own_defaults(tmp_path: Path) -> None:
+    """They lie below the file and the flags, and no other model gets them."""
+    file = tmp_path / "run.yaml"
+    file.write_text("train_data_dir: x\nplaceholder_token: <x>\ninitializer_token: toy\nlearning_rate: 3e-4\n")
+
+    def effective(*flags: str) -> dict[str, object]:
+        arguments = ["train", "--config", str(file), *flags]
+        parsed = parse(arguments)
+        return dataclasses.asdict(load_train_config(parsed.config, parsed, given_options(arguments)))
+
+    ours = effective("--resolution", "512")
+    expected = BUNDLED_DEFAULTS | {"learning_rate": 3e-4, "resolution": 512}
+    assert {name: ours[name] for name in BUNDLED_DEFAULTS} == expected
+    theirs = effective("--pretrained_model_name_or_path", "some/model")
+    expected = {name: DIFFUSERS_DEFAULTS[name] for name in BUNDLED_DEFAULTS} | {"learning_rate": 3e-4}
+    assert {name: theirs[name] for name in BUNDLED_DEFAULTS} == expected
 
 
 def test_print_config_runs_again_as_it_is(tmp_path: Path, icom: Icom) -> None:

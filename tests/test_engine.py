@@ -49,11 +49,11 @@ def test_unet_with_blocks_predicts_the_same(monkeypatch: pytest.MonkeyPatch) -> 
     unet = models.load(models.find("bundled"), torch.float32).unet
     torch.manual_seed(0)
     inputs = (torch.randn(2, 4, 8, 8), torch.tensor([3, 500]))
-    text = torch.randn(2, 77, 32, requires_grad=True)
+    text = torch.randn(2, 77, 128, requires_grad=True)
     results = []
     for blocked in (False, True):
         if blocked:
-            assert use_blocks(unet) == 8  # four transformer blocks with two attentions each
+            assert use_blocks(unet) == 14  # seven transformer blocks with two attentions each
         text.grad = None
         prediction = unet(*inputs, text).sample
         prediction.square().sum().backward()

@@ -24,11 +24,11 @@ def settings(tmp_path: Path, **options: object) -> TrainConfig:
     values: dict[str, object] = {
         "train_data_dir": "bundled",
         "placeholder_token": "<robot>",
-        "initializer_token": "toy robot",
+        "initializer_token": "toy star",
         "num_vectors": 2,
         "resolution": 64,
         "train_batch_size": 2,
-        "learning_rate": 1e-2,
+        "learning_rate": 2e-3,  # ICOM's
         "lr_warmup_steps": 0,
         "max_train_steps": STEPS,
         "seed": 3,
@@ -83,7 +83,7 @@ def test_loss_is_the_formula(tmp_path: Path, model: str) -> None:
     if model == "v-prediction":
         loaded.noise_scheduler.register_to_config(prediction_type="v_prediction")
     torch.manual_seed(0)
-    x, noise, text = torch.randn(2, 4, 8, 8), torch.randn(2, 4, 8, 8), torch.randn(2, 77, 32)
+    x, noise, text = torch.randn(2, 4, 8, 8), torch.randn(2, 4, 8, 8), torch.randn(2, 77, 128)
     timesteps = torch.tensor([10, 900])
     betas = torch.linspace(0.00085**0.5, 0.012**0.5, 1000, dtype=torch.float64) ** 2
     alpha_bar = (1 - betas).cumprod(0)[timesteps].view(2, 1, 1, 1).float()

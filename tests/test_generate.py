@@ -28,12 +28,12 @@ EMBEDDING = "learned_embeds.safetensors"
 
 @pytest.fixture
 def rows(tmp_path: Path) -> dict[str, Path]:
-    """Embedding files for the bundled model (width 32): two words of one vector, and one of three."""
+    """Embedding files for the bundled model (width 128): two words of one vector, and one of three."""
     generator = torch.Generator().manual_seed(0)
     files = {}
     for name, vectors in (("one", 1), ("two", 1), ("three", 3)):
         files[name] = tmp_path / f"{name}.safetensors"
-        save_embedding(files[name], f"<{name}>", torch.randn(vectors, 32, generator=generator))
+        save_embedding(files[name], f"<{name}>", torch.randn(vectors, 128, generator=generator))
     return files
 
 
@@ -184,7 +184,7 @@ def test_embedding_of_another_model(icom: Command, tmp_path: Path) -> None:
     )
     assert result.code == 1
     assert "width 768" in result.err
-    assert "bundled has 32" in result.err
+    assert "bundled has 128" in result.err
 
 
 def test_two_embeddings_together_and_the_same_one_twice(

@@ -19,7 +19,7 @@ from conftest import ROOT, Result, start_process, train_arguments
 from safetensors.torch import load_file, save_file
 
 from icom.checkpoint import list_checkpoints, load_checkpoint
-from icom.images import BUNDLED_PICTURES
+from icom.images import BUNDLED_CONCEPTS
 from icom.models import BUNDLE
 
 Run = Callable[..., Result]
@@ -86,7 +86,9 @@ def test_latest_without_a_checkpoint_starts_anew(train: Run, tmp_path: Path) -> 
 
 
 def pictures_with_one_changed(tmp_path: Path) -> dict[str, object]:
-    folder = Path(shutil.copytree(BUNDLED_PICTURES, tmp_path / "pictures", ignore=shutil.ignore_patterns("_*")))
+    folder = Path(
+        shutil.copytree(BUNDLED_CONCEPTS / "blue-heart", tmp_path / "pictures", ignore=shutil.ignore_patterns("_*"))
+    )
     shutil.copy(folder / "0.png", folder / "1.png")
     (folder / "4.png").rename(folder / "new.png")
     return {"train_data_dir": folder}
@@ -229,7 +231,7 @@ def test_disk_that_has_no_room_for_the_whole_pipeline(tmp_path: Path) -> None:
     mount = 'mount -t tmpfs -o size=500k none "$DISK"; OPTIONS="--save_as_full_pipeline --max_train_steps=2"'
     result = run_on_a_disk(disk, mount + KEEP)
     assert_message(result, 1, f"Cannot write the whole pipeline to {disk}/out: ", "No space left", "itself is saved")
-    assert load_file(kept / "learned_embeds.safetensors")["<robot>"].shape == (1, 32)
+    assert load_file(kept / "learned_embeds.safetensors")["<robot>"].shape == (1, 128)
 
 
 def test_read_only_disk(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ bench: ## Measure the speed of SD1.5's training step against the reference scrip
 	$(RUN) -- icom bench --arch sd15 --compare reference
 
 .PHONY: evaluate-bundled
-evaluate-bundled: ## Measure bundled model, judge and concepts (about half an hour); writes benchmarks/bundled-model.*
+evaluate-bundled: ## Measure bundled model, judge and concepts (ten minutes); writes benchmarks/bundled-model.*
 	$(RUN) -- python -m icom.world.evaluate
 
 .PHONY: run

@@ -97,7 +97,7 @@ def summarise(config: BenchConfig, measured: dict[str, list[Measurement]]) -> di
     }
     result: dict[str, Any] = {
         "options": {k: v for k, v in dataclasses.asdict(config).items() if k != "json"},
-        "machine": _machine(),
+        "machine": machine(),
         "contenders": contenders,
         "seconds_per_step": contenders[OURS]["seconds_per_step"],
     }
@@ -137,7 +137,8 @@ def _print_table(result: dict[str, Any]) -> None:
     Console().print(table)
 
 
-def _machine() -> dict[str, Any]:
+def machine() -> dict[str, Any]:
+    """CPU, cores, threads and versions, for the record of a measurement."""
     cpu = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -148,7 +149,7 @@ def _machine() -> dict[str, Any]:
         "cpu": cpu,
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "python": platform.python_version(),
     }
 

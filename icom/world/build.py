@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import json
-import platform
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from transformers import CLIPTokenizer
 
 from icom import models
 from icom.architectures import ARCHITECTURES, build_text_encoder, build_unet, build_vae
+from icom.bench import machine
 from icom.captions import TEMPLATES
 from icom.engine.memory import keep_freed_memory
 from icom.images import BUNDLED_CONCEPTS
@@ -77,13 +77,8 @@ def build(config: BuildConfig) -> None:
         began = time.monotonic()
         torch.manual_seed(config.seed)
         makers[part]()
-        row: dict[str, object] = {
-            "part": part,
-            "done": True,
-            "seconds": round(time.monotonic() - began),
-            "seed": config.seed,
-        }
-        row |= {"torch": str(torch.__version__), "threads": torch.get_num_threads(), "machine": _machine()}
+        seconds = round(time.monotonic() - began)
+        row = {"part": part, "done": True, "seconds": seconds, "seed": config.seed, "machine": machine()}
         with config.log.open("a", encoding="utf-8") as log:
             log.write(json.dumps(row) + "\n")
 
@@ -214,13 +209,6 @@ def make_concepts(folder: Path) -> None:
         (folder / name).mkdir(parents=True, exist_ok=True)
         for index, scene in enumerate(concept_scenes(name)):
             save_png(draw(scene), folder / name / f"{index}.png")
-
-
-def _machine() -> str:
-    """CPU model and number of cores."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{len(names)} x {names[0]}" if names else platform.processor()
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ def seen_things() -> list[Thing]:
 
 
 def concept_scenes(name: str) -> list[Scene]:
-    """The five pictures of a concept set, all different in size, place and background."""
+    """The five pictures of a concept set, in both sizes, all in different places and on different backgrounds."""
     rng = random.Random(name)
     places, backgrounds = rng.sample(list(PLACES), PICTURES), rng.sample(list(BACKGROUNDS), PICTURES)
     sizes = itertools.cycle(SIZES)

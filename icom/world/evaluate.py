@@ -9,15 +9,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import platform
 import random
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import torch
-
+from icom.bench import machine
 from icom.config import BUNDLED_DEFAULTS, ConceptName
 from icom.demo import GUIDANCE, Learned, draw_prompts, learn
 from icom.files import make_writable_folder, write_atomically
@@ -49,9 +47,9 @@ class EvaluateConfig:
 
 def evaluate(config: EvaluateConfig) -> None:
     """Measure what `config` names, print it, and write it."""
-    result: dict[str, Any] = {"torch": str(torch.__version__), "threads": torch.get_num_threads(), "guidance": GUIDANCE}
     make_writable_folder(config.output_dir)
-    result |= {"machine": platform.machine(), "training": BUNDLED_DEFAULTS | config.train}
+    training = BUNDLED_DEFAULTS | config.train
+    result: dict[str, Any] = {"machine": machine(), "guidance": GUIDANCE, "training": training}
     if "judge" in config.questions:
         result["judge"] = judge_accuracy(2000, seed=1)
     if "prompts" in config.questions:

@@ -79,7 +79,7 @@ def fit(
         loss_of: computes one batch's loss.
         steps: of the optimizer.
         peak: learning rate after the warm-up.
-        log: gets loss and learning rate.
+        log: gets the running mean of the loss.
     """
     for module in modules:
         module.train()

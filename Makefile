@@ -59,6 +59,11 @@ run: ## Run CMD="..." in the environment
 test: ## Run all tests
 	$(RUN) --extra dev -- python -m pytest
 
+.PHONY: test-ipex
+test-ipex: ## Run the tests of backends and engine with the real IPEX, in .venv-ipex (8 GB, which it builds)
+	@ENV_MANAGER=venv VENV=.venv-ipex EXTRAS=ipex ICOM_ALLOW_CUDA_TORCH=1 $(SETUP) run --extra dev -- \
+		python -m pytest tests/test_backends.py tests/test_engine.py
+
 .PHONY: lint
 lint: ## Check style and types
 	$(RUN) --extra dev -- ruff check $(CODE)

@@ -2,78 +2,88 @@
 
 from __future__ import annotations
 
-import contextlib
+import csv
 import dataclasses
+import io
 import json
 import os
 import platform
-import resource
-import signal
 import statistics
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from icom import backends, models
+from icom import backends
 from icom.architectures import ARCHITECTURES
-from icom.captions import TEMPLATES
-from icom.config import BenchConfig, TrainConfig, check_resolution
-from icom.embedding import captions_to_ids, placeholder_tokens
-from icom.engine.memory import keep_freed_memory
+from icom.config import BenchConfig, check_resolution
 from icom.errors import IcomError, UsageError
-from icom.files import write_atomically
-from icom.images import Transform, list_pictures, pixels, read_picture
-from icom.reference import ReferenceTrainer
-from icom.sampling import SampleStream, gaussian_noise
+from icom.files import cache_folder, write_atomically
+from icom.machine import cpu_model
+from icom.measure import Job, Measurement, count_flops
 
 OURS, STOCK, SAME_ALLOCATOR = "icom", "reference, stock allocator", "reference, icom's allocator"
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """What one process measured.
-
-    Attributes:
-        seconds: of each timed step.
-        peak_gb: highest resident memory, in 2^30 bytes.
-    """
-
-    seconds: list[float]
-    peak_gb: float
-
-
 def bench(config: BenchConfig) -> None:
-    """Measure, print the table, and write --json.
+    """Measure, print the table, and write --json, or the files of --sweep.
 
     Raises:
         UsageError: an impossible option.
         IcomError: a measuring process failed.
     """
-    for name in ("steps", "rounds", "train_batch_size"):
+    for name in ("steps", "rounds", "batch_size"):
         if getattr(config, name) < 1:
             raise UsageError(f"--{name} has to be at least 1.")
+    if not config.sweep_batch_sizes or min(config.sweep_batch_sizes) < 1:
+        raise UsageError("--sweep_batch_sizes takes one or more numbers from 1 up.")
     resolution = config.resolution or ARCHITECTURES[config.arch].resolution
     check_resolution(resolution)
     config = dataclasses.replace(config, resolution=resolution)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # so that Ctrl-C removes the temporary folder
-    contenders = [OURS] if config.compare == "none" else [STOCK, SAME_ALLOCATOR, OURS]
-    measured: dict[str, list[Measurement]] = {name: [] for name in contenders}
-    with tempfile.TemporaryDirectory() as cache:
-        turns = [name for _ in range(config.rounds) for name in contenders]
-        for name in tqdm(turns, "measuring", unit="process"):
-            measured[name].append(_in_fresh_process(config, name, cache))
+    if config.sweep:
+        _sweep(config)
+        return
+    measured = _take_turns(_contenders(config), config.rounds)
     result = summarise(config, measured)
     _print_table(result)
     if config.json:
-        write_atomically(Path(config.json), json.dumps(result, indent=1).encode())
+        write_atomically(Path(config.json), json.dumps(result, indent=1).encode(), "--json")
+
+
+def _job(config: BenchConfig) -> Job:
+    assert config.resolution is not None
+    return Job(
+        config.arch,
+        config.resolution,
+        config.batch_size,
+        config.mixed_precision,
+        config.steps,
+        str(cache_folder(None)),  # attention is computed as `icom train` does here
+        config.backend,
+        config.engine,
+    )
+
+
+def _contenders(config: BenchConfig) -> dict[str, Job]:
+    ours = _job(config)
+    if config.compare == "none":
+        return {OURS: ours}
+    usual = dataclasses.replace(ours, backend=None)
+    return {STOCK: dataclasses.replace(usual, our_allocator=False), SAME_ALLOCATOR: usual, OURS: ours}
+
+
+def _take_turns(jobs: dict[str, Job], rounds: int) -> dict[str, list[Measurement]]:
+    measured: dict[str, list[Measurement]] = {name: [] for name in jobs}
+    for name in tqdm([name for _ in range(rounds) for name in jobs], "measuring", unit="process"):
+        job = json.dumps(dataclasses.asdict(jobs[name]))
+        done = subprocess.run([sys.executable, "-m", "icom.measure", job], capture_output=True, check=False, text=True)
+        if done.returncode:
+            raise IcomError(f"Measuring {name} failed:\n{done.stderr.strip()}")
+        measured[name].append(Measurement(**json.loads(done.stdout.splitlines()[-1])))
+    return measured
 
 
 def summarise(config: BenchConfig, measured: dict[str, list[Measurement]]) -> dict[str, Any]:
@@ -81,25 +91,19 @@ def summarise(config: BenchConfig, measured: dict[str, list[Measurement]]) -> di
 
     Args:
         config: what was asked for.
-        measured: contender -> one measurement per round.
+        measured: contender -> one measurement per round; icom's among them.
 
     Returns:
-        JSON-ready; times in seconds, memory in 2^30 bytes.
+        JSON-ready; times in seconds, memory in 2^30 bytes, operations in 10^9.
     """
-    contenders = {
-        name: {
-            "seconds_per_step": statistics.median(s for m in rounds for s in m.seconds),
-            "fastest": min(s for m in rounds for s in m.seconds),
-            "slowest": max(s for m in rounds for s in m.seconds),
-            "peak_gb": max(m.peak_gb for m in rounds),
-        }
-        for name, rounds in measured.items()
-    }
+    contenders = {name: _row(rounds) for name, rounds in measured.items()}
     result: dict[str, Any] = {
         "options": {k: v for k, v in dataclasses.asdict(config).items() if k != "json"},
         "machine": machine(),
         "contenders": contenders,
         "seconds_per_step": contenders[OURS]["seconds_per_step"],
+        "peak_memory_gb": contenders[OURS]["peak_gb"],
+        **_details(config, measured[OURS]),
     }
     for key, name in (("ratio_stock", STOCK), ("ratio_same_allocator", SAME_ALLOCATOR)):
         if name in measured:
@@ -112,131 +116,189 @@ def summarise(config: BenchConfig, measured: dict[str, list[Measurement]]) -> di
     return result
 
 
+def _row(rounds: list[Measurement]) -> dict[str, float]:
+    seconds = [s for m in rounds for s in m.seconds]
+    return {
+        "seconds_per_step": statistics.median(seconds),
+        "fastest": min(seconds),
+        "slowest": max(seconds),
+        "peak_gb": max(m.peak_gb for m in rounds),
+    }
+
+
+def _details(config: BenchConfig, rounds: list[Measurement]) -> dict[str, Any]:
+    """What only our own steps tell.
+
+    The share of the peak is the time that counted operations would take at the measured peaks, over the time taken,
+    within each round: both were measured in one process.
+    """
+    assert config.resolution is not None
+    matmul, convolution = count_flops(config.arch, config.resolution, config.batch_size)
+    shares = [
+        (matmul / m.matmul_tflops + convolution / m.convolution_tflops) / 1e3 / statistics.median(m.seconds)
+        for m in rounds
+    ]
+    seconds = statistics.median(s for m in rounds for s in m.seconds)
+    forward = statistics.median(s for m in rounds for s in m.forward)
+    backward = statistics.median(s for m in rounds for s in m.backward)
+    return {
+        "backend": rounds[0].description,
+        "images_per_second": config.batch_size / seconds,
+        "forward_seconds": forward,
+        "backward_seconds": backward,
+        "other_seconds": seconds - forward - backward,
+        "bytes_per_step": rounds[0].bytes_per_step,
+        "gflop_per_step": {"matmul": matmul, "convolution": convolution},
+        "peak_tflops": {
+            "matmul": statistics.median(m.matmul_tflops for m in rounds),
+            "convolution": statistics.median(m.convolution_tflops for m in rounds),
+        },
+        "share_of_peak": statistics.median(shares),
+    }
+
+
 def _print_table(result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    options, machine = result["options"], result["machine"]
+    options, here = result["options"], result["machine"]
     table = Table(
         title=f"Training step, {options['arch']} at {options['resolution']} px, batch "
-        f"{options['train_batch_size']}, {'bf16' if options['mixed_precision'] == 'bf16' else 'fp32'}",
-        caption=f"{machine['cpu']}, {machine['threads']} threads, PyTorch {machine['torch']}; median (range) of "
+        f"{options['batch_size']}, {_precision(options)}",
+        caption=f"{here['cpu']}, {here['threads']} threads, PyTorch {here['torch']}; median (range) of "
         f"{options['rounds']} processes x {options['steps']} steps",
     )
     table.add_column("")
-    table.add_column("s/step", justify="right")
-    table.add_column("range", justify="right")
-    table.add_column("peak GB", justify="right")
-    table.add_column("icom is faster by", justify="right")
+    for name in ("s/step", "range", "peak GB", "icom is faster by"):
+        table.add_column(name, justify="right")
     keys = {STOCK: "ratio_stock", SAME_ALLOCATOR: "ratio_same_allocator"}
     for name, row in result["contenders"].items():
         key = keys.get(name)
         ratio = "{:.2f} x ({:.2f}–{:.2f})".format(result[key], *result[f"{key}_range"]) if key else ""
         span = f"{row['fastest']:.2f}–{row['slowest']:.2f}"
         table.add_row(name, f"{row['seconds_per_step']:.2f}", span, f"{row['peak_gb']:.1f}", ratio)
+    flop, peak = result["gflop_per_step"], result["peak_tflops"]
+    console = Console()
+    console.print(table)
+    console.print(
+        f"{result['backend']}\n"
+        f"  {result['images_per_second']:.3g} images/s; forward {result['forward_seconds']:.2f} s, backward "
+        f"{result['backward_seconds']:.2f} s, other {result['other_seconds']:.2f} s; {result['bytes_per_step']} bytes "
+        f"all-reduced per step where there are several processes\n"
+        f"  {flop['matmul']:.0f} GFLOP in matrix products at a peak of {peak['matmul']:.2f} TFLOP/s, "
+        f"{flop['convolution']:.0f} in convolutions at {peak['convolution']:.2f}: "
+        f"{result['share_of_peak']:.0%} of the peak",
+        highlight=False,
+        markup=False,
+    )
+
+
+def _sweep(config: BenchConfig) -> None:
+    """Batch sizes x backends x engines: a table, PREFIX.csv, PREFIX.png; and for `auto`, which backend is faster."""
+    assert config.sweep
+    plain = _job(config)
+    jobs = {
+        f"batch {size}, {backend}, engine {engine}": dataclasses.replace(
+            plain, batch_size=size, backend=backend, engine=engine
+        )
+        for size in config.sweep_batch_sizes
+        for backend in backends.NAMES
+        if backends.why_not(backend) is None
+        for engine in (("auto",) if backend == "cuda" else ("off", "on"))
+    }
+    measured = _take_turns(jobs, config.rounds)
+    rows: list[dict[str, Any]] = []
+    for name, job in jobs.items():
+        row = _row(measured[name])
+        rows.append(
+            {
+                "micro_batch": job.batch_size,
+                "backend": job.backend,
+                "engine": job.engine,
+                **row,
+                "images_per_second": job.batch_size / row["seconds_per_step"],
+            }
+        )
+    for row in rows:
+        row["ratio"] = row["images_per_second"] / rows[0]["images_per_second"]
+    _print_sweep(config, rows)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, rows[0].keys())
+    writer.writeheader()
+    writer.writerows(rows)
+    prefix = Path(config.sweep)
+    write_atomically(prefix.with_name(f"{prefix.name}.csv"), text.getvalue().encode(), "--sweep")
+    write_atomically(prefix.with_name(f"{prefix.name}.png"), _plot(config, rows), "--sweep")
+    smallest = min(config.sweep_batch_sizes)
+    seconds = {
+        row["backend"]: row["seconds_per_step"]
+        for row in rows
+        if row["engine"] != "off" and row["micro_batch"] == smallest
+    }
+    backends.remember(seconds, cache_folder(None))
+
+
+def _print_sweep(config: BenchConfig, rows: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    here = machine()
+    table = Table(
+        title=f"Training step, {config.arch} at {config.resolution} px, {_precision(dataclasses.asdict(config))}",
+        caption=f"{here['cpu']}, {here['threads']} threads, PyTorch {here['torch']}; medians of {config.rounds} "
+        f"processes x {config.steps} steps; ratio to the first row's throughput",
+    )
+    table.add_column("micro-batch", justify="right")
+    table.add_column("backend")
+    table.add_column("engine")
+    for name in ("s/step", "images/s", "ratio", "peak GB"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            str(row["micro_batch"]),
+            row["backend"],
+            row["engine"],
+            f"{row['seconds_per_step']:.3g}",
+            f"{row['images_per_second']:.3g}",
+            f"{row['ratio']:.2f}",
+            f"{row['peak_gb']:.1f}",
+        )
     Console().print(table)
+
+
+def _plot(config: BenchConfig, rows: list[dict[str, Any]]) -> bytes:
+    """PNG: images per second over the batch size, a line for each backend and engine."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    for backend, engine in dict.fromkeys((row["backend"], row["engine"]) for row in rows):
+        line = [row for row in rows if (row["backend"], row["engine"]) == (backend, engine)]
+        axes.plot(
+            [row["micro_batch"] for row in line],
+            [row["images_per_second"] for row in line],
+            marker="o",
+            label=f"{backend}, engine {engine}",
+        )
+    axes.set(xlabel="micro-batch", ylabel="images/s", title=f"{config.arch} at {config.resolution} px")
+    axes.set_xticks(sorted(set(config.sweep_batch_sizes)))
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=120)
+    return file.getvalue()
+
+
+def _precision(options: dict[str, Any]) -> str:
+    return "bf16" if options["mixed_precision"] == "bf16" else "fp32"
 
 
 def machine() -> dict[str, Any]:
     """CPU, cores, threads and versions, for the record of a measurement."""
-    cpu = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                cpu = line.split(":", 1)[1].strip()
-                break
     return {
-        "cpu": cpu,
+        "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
         "torch": str(torch.__version__),
         "python": platform.python_version(),
     }
-
-
-def _in_fresh_process(config: BenchConfig, contender: str, cache: str) -> Measurement:
-    job = json.dumps({"config": dataclasses.asdict(config), "contender": contender, "cache": cache})
-    done = subprocess.run([sys.executable, "-m", "icom.bench", job], capture_output=True, check=False, text=True)
-    if done.returncode:
-        raise IcomError(f"Measuring {contender} failed:\n{done.stderr.strip()}")
-    return Measurement(**json.loads(done.stdout.splitlines()[-1]))
-
-
-def _measure(config: BenchConfig, contender: str, cache: str) -> Measurement:
-    """The child's part: build the model, warm up, time the steps."""
-    if contender != STOCK:
-        keep_freed_memory()
-    models.quiet_libraries()
-    resolution = config.resolution
-    assert resolution is not None
-    options = TrainConfig(
-        train_data_dir="bundled",
-        placeholder_token="<bench>",
-        initializer_token="toy",
-        resolution=resolution,
-        train_batch_size=config.train_batch_size,
-        learning_rate=1e-3,
-        max_train_steps=config.steps + 1,
-        seed=0,
-        mixed_precision=config.mixed_precision,
-        report_to="none",
-        cache_dir=cache,
-    )
-    step = _our_step(options, config) if contender == OURS else _reference_step(options, config)
-    seconds = []
-    for index in range(config.steps + 1):
-        began = time.perf_counter()
-        step(index)
-        seconds.append(time.perf_counter() - began)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    return Measurement(seconds[1:], peak)
-
-
-def _our_step(options: TrainConfig, config: BenchConfig) -> Callable[[int], object]:
-    from accelerate import Accelerator
-
-    from icom.run import prepare
-    from icom.train import optimizer_step
-
-    backend, _ = backends.resolve("cpu", config.mixed_precision, config.engine)
-    model = models.load(models.find(f"random:{config.arch}"), backend.dtype)
-    accelerator = Accelerator(cpu=True, mixed_precision=config.mixed_precision)
-    run = prepare(options, backend, accelerator, model, list_pictures("bundled"))
-    return lambda index: optimizer_step(run, index * run.samples_per_step)
-
-
-def _reference_step(options: TrainConfig, config: BenchConfig) -> Callable[[int], object]:
-    backend, _ = backends.resolve("cpu", config.mixed_precision)
-    model = models.load(models.find(f"random:{config.arch}"), backend.dtype)
-    trainer = ReferenceTrainer(model, options, backend.autocast())
-    templates = TEMPLATES["object"]
-    tokens = placeholder_tokens(options.placeholder_token, options.num_vectors)
-    length = model.text_encoder.config.max_position_embeddings
-    captions = captions_to_ids(trainer.tokenizer, templates, tokens, length)
-    transform = Transform(options.resolution, center_crop=False)
-    images = [read_picture(picture.path) for picture in list_pictures("bundled")]
-    timesteps = model.noise_scheduler.config["num_train_timesteps"]
-    stream = SampleStream(0, len(images), options.repeats, len(templates), timesteps)
-    factor = 2 ** (len(model.vae.config["block_out_channels"]) - 1)
-    shape = (model.vae.config["latent_channels"], *(options.resolution // factor,) * 2)
-
-    def step(index: int) -> float:
-        first = index * config.train_batch_size
-        samples = [stream[i] for i in range(first, first + config.train_batch_size)]
-        noises = [gaussian_noise(sample, shape) for sample in samples]
-        batch = torch.stack([pixels(images[s.picture], transform, flip=s.flip) for s in samples])
-        latents = trainer.encode(batch, torch.stack([vae_noise for vae_noise, _ in noises]))
-        return trainer.train_batch(
-            latents,
-            torch.stack([noise for _, noise in noises]),
-            torch.tensor([sample.timestep for sample in samples]),
-            captions[[sample.template for sample in samples]],
-        )
-
-    return step
-
-
-if __name__ == "__main__":
-    work = json.loads(sys.argv[1])
-    measurement = _measure(BenchConfig(**work["config"]), work["contender"], work["cache"])
-    print(json.dumps(dataclasses.asdict(measurement)))

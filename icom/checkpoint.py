@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ class State:
         next_sample: index into the sample stream.
         rows: float32 (vectors, width).
         exp_avg, exp_avg_sq: AdamW's moments, like rows.
+        choices: the backend's `choices` that led here.
     """
 
     step: int
@@ -59,6 +60,7 @@ class State:
     rows: torch.Tensor
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
+    choices: dict[str, str] = field(default_factory=dict)
 
 
 def save_checkpoint(output: Path, state: State, identity: Identity, settings: dict[str, Any]) -> Path:
@@ -78,6 +80,7 @@ def save_checkpoint(output: Path, state: State, identity: Identity, settings: di
         "step": state.step,
         "next_sample": state.next_sample,
         "identity": asdict(identity),
+        "choices": state.choices,
         "config": settings,
         "versions": _versions(),
         "sha256": hashlib.sha256(tensors).hexdigest(),
@@ -160,6 +163,7 @@ def load_checkpoint(folder: Path) -> tuple[State, Identity]:
             tensors["rows"],
             tensors["exp_avg"],
             tensors["exp_avg_sq"],
+            document["choices"],
         )
         return state, Identity(**document["identity"])
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:

@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 from icom import __version__
-from icom.config import BenchConfig, DemoConfig, GenerateConfig, ParamsConfig, TrainConfig, load_train_config
+from icom.config import (
+    BenchConfig,
+    DemoConfig,
+    DoctorConfig,
+    GenerateConfig,
+    ParamsConfig,
+    TrainConfig,
+    load_train_config,
+)
 from icom.errors import IcomError
 from icom.files import is_full, write_error
 from icom.signals import STOPPED, stopping_at_once
@@ -27,6 +35,7 @@ COMMANDS: dict[str, tuple[Any, str]] = {
     "generate": (GenerateConfig, "icom.generate:generate"),
     "params": (ParamsConfig, "icom.params:params"),
     "bench": (BenchConfig, "icom.bench:bench"),
+    "doctor": (DoctorConfig, "icom.doctor:doctor"),
 }
 """Command -> (its options, the function that runs it)."""
 

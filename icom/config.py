@@ -24,6 +24,10 @@ REQUIRED: Any = "???"
 
 Precision = Literal["no", "fp16", "bf16"]
 
+BackendName = Literal["auto", "cpu", "ipex", "cuda"]
+
+EngineName = Literal["auto", "on", "off"]
+
 LrScheduler = Literal["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"]
 
 
@@ -111,16 +115,18 @@ class TrainConfig:
     """Seed of everything random. Default: drawn at start, printed, and kept in config.yaml."""
 
     # Machine.
-    backend: Literal["auto", "cpu"] = "auto"
-    """What computes. `auto` takes the best that works here and says why."""
-    engine: Literal["auto", "off"] = "auto"
-    """`auto` computes the UNet's long self-attention in blocks, which is faster on CPUs; `off` takes stock layers."""
+    backend: BackendName = "auto"
+    """What computes. `auto`: a GPU, else stock PyTorch, or IPEX where it was measured faster; it says why."""
+    engine: EngineName = "auto"
+    """`on`: packed frozen weights, attention as measured to be fastest here; `off`: stock layers; `auto`: by size."""
     mixed_precision: Precision | None = None
     """Precision of the frozen model; the rows stay float32. Default: what `accelerate launch` has, else `no`."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     allow_tf32: bool = False
-    """Allow TF32 in float32 matrix products on NVIDIA GPUs (no effect on CPUs)."""
+    """Allow TF32 in float32 products and convolutions on NVIDIA GPUs (no effect on CPUs)."""
+    compile: bool = False
+    """Compile the UNet with torch.compile: faster steps after minutes of compiling (--backend cuda only)."""
     enable_xformers_memory_efficient_attention: bool = False
     """Use xFormers' attention in the UNet (GPUs; xFormers has to be installed)."""
     local_rank: int = -1
@@ -212,9 +218,9 @@ class GenerateConfig:
     """Width and height in pixels, a multiple of 8. Default: the model's own."""
     mixed_precision: Precision = "no"
     """Precision of the model."""
-    backend: Literal["auto", "cpu"] = "auto"
-    """What computes."""
-    engine: Literal["auto", "off"] = "auto"
+    backend: BackendName = "auto"
+    """What computes, as in `icom train`."""
+    engine: EngineName = "auto"
     """As in `icom train`."""
     output_dir: str = "generated"
     """Folder for the pictures."""
@@ -232,6 +238,8 @@ class DemoConfig:
     """Optimizer steps. Default: what `icom train` takes for the bundled model."""
     num_images: int = 16
     """Pictures to judge: so many before training, so many after it, and so many in a new context."""
+    backend: BackendName = "auto"
+    """What trains, as in `icom train`. The pictures that are judged are drawn by stock PyTorch on the CPU."""
     seed: int = 0
     """Seed of the training; the pictures are drawn from the seeds 0, 1, 2 … in any case."""
     output_dir: str = "demo"
@@ -258,18 +266,39 @@ class BenchConfig:
     """`reference`: also the usual step (VAE at every step, whole token table), with the stock allocator and ours."""
     resolution: int | None = None
     """Pixels. Default: the architecture's own."""
-    train_batch_size: int = 1
+    batch_size: int = 1
     """Pictures per step."""
     mixed_precision: Literal["no", "bf16"] = "bf16"
     """Precision of the frozen model."""
-    engine: Literal["auto", "off"] = "auto"
+    backend: BackendName = "auto"
+    """As in `icom train`; the reference runs on stock PyTorch's CPU kernels."""
+    engine: EngineName = "auto"
     """As in `icom train`; the reference never uses it."""
+    sweep: str | None = None
+    """Measure --sweep_batch_sizes x backends x engines instead; writes SWEEP.csv and SWEEP.png."""
+    sweep_batch_sizes: tuple[int, ...] = (1, 2, 4)
+    """Batch sizes of --sweep."""
     steps: int = 4
-    """Timed steps per process, after one warm-up step."""
+    """Timed steps per process, after a few that warm up."""
     rounds: int = 3
     """Processes per contender; contenders take turns, so that a slow minute hits all of them."""
     json: str | None = None
     """Also write the result to this file."""
+
+
+@dataclass(kw_only=True)
+class DoctorConfig:
+    """Check what a long run needs: CPU, memory, disk, versions, network. Exit code 1: training would fail.
+
+    Example: icom doctor --output_dir runs/dicoo
+    """
+
+    output_dir: str = "text-inversion-model"
+    """Where training is to write: --output_dir of `icom train`."""
+    cache_dir: str | None = None
+    """Folder of the latent cache: --cache_dir of `icom train`."""
+    json: str | None = None
+    """Also write the findings to this file; `-` prints them as JSON instead of the table."""
 
 
 def load_train_config(path: str | None, flags: TrainConfig, given: Sequence[str]) -> TrainConfig:

@@ -83,7 +83,7 @@ def demo(config: DemoConfig) -> None:
         raise UsageError("--num_images has to be at least 1.")
     began = time.monotonic()
     output = Path(config.output_dir)
-    flags: dict[str, Any] = {"seed": config.seed, "output_dir": config.output_dir}
+    flags: dict[str, Any] = {"seed": config.seed, "output_dir": config.output_dir, "backend": config.backend}
     if config.max_train_steps is not None:
         flags["max_train_steps"] = config.max_train_steps
     learned = learn(config.concept, flags, num_images=config.num_images)

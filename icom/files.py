@@ -82,3 +82,12 @@ def make_writable_folder(folder: Path) -> None:
             pass
     except OSError as error:
         raise write_error(folder, error) from error
+
+
+def cache_folder(configured: str | None) -> Path:
+    """Where latents are kept: as configured, else $ICOM_CACHE_DIR, $XDG_CACHE_HOME/icom, ~/.cache/icom."""
+    if configured:
+        return Path(configured).expanduser()
+    if own := os.environ.get("ICOM_CACHE_DIR"):
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "icom"

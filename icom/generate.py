@@ -40,7 +40,7 @@ def generate(config: GenerateConfig) -> None:
     for seed in config.seed:
         if not 0 <= seed < 2**63 - config.num_images_per_prompt:
             raise UsageError(f"--seed has to be between 0 and 2^63 - 1, not {seed}.")
-    backend, _ = backends.resolve(config.backend, config.mixed_precision, config.engine)
+    backend, reason = backends.resolve(config.backend, config.mixed_precision, config.engine)
     words = [load_embedding(Path(path)) for path in config.embedding]
     trained_on = _trained_on(config.embedding)
     name = config.pretrained_model_name_or_path or trained_on.get(_MODEL) or "bundled"
@@ -78,6 +78,7 @@ def generate(config: GenerateConfig) -> None:
             "Try 25."
         ) from error
 
+    print(f"icom: {backend.describe()} ({reason})", flush=True)
     seeds = [seed + offset for seed in config.seed for offset in range(config.num_images_per_prompt)]
     images = []
     jobs = [(number, prompt, seed) for number, prompt in enumerate(prompts) for seed in seeds]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -56,15 +55,6 @@ class _Variant:
     picture: Picture
     flip: bool
     path: Path
-
-
-def cache_folder(configured: str | None) -> Path:
-    """Where latents are kept: as configured, else $ICOM_CACHE_DIR, $XDG_CACHE_HOME/icom, ~/.cache/icom."""
-    if configured:
-        return Path(configured).expanduser()
-    if own := os.environ.get("ICOM_CACHE_DIR"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "icom"
 
 
 def load_moments(

@@ -236,6 +236,15 @@ def pipeline_of(model: Model, sampler: str = "dpm++") -> StableDiffusionPipeline
     return pipeline
 
 
+def broken_parts(source: ModelSource, dtype: torch.dtype) -> list[str]:
+    """Which parts of a model have weights that are not finite. Loads it anew: those in use may be packed."""
+    import torch
+
+    model = load(source, dtype)
+    parts: dict[str, torch.nn.Module] = {"text_encoder": model.text_encoder, "vae": model.vae, "unet": model.unet}
+    return [name for name, part in parts.items() if not all(bool(torch.isfinite(p).all()) for p in part.parameters())]
+
+
 def weights_digest(*modules: torch.nn.Module) -> str:
     """SHA-256 over names, shapes, dtypes and bytes of all parameters and buffers."""
     import torch

@@ -19,8 +19,9 @@ from icom.checkpoint import Identity, State
 from icom.config import Precision, TrainConfig
 from icom.embedding import PlaceholderEmbedding, add_placeholder, captions_to_ids, placeholder_tokens
 from icom.errors import UsageError
+from icom.files import cache_folder
 from icom.images import Picture, Transform
-from icom.latents import Moments, cache_folder, load_moments
+from icom.latents import Moments, load_moments
 from icom.sampling import SampleStream
 
 if TYPE_CHECKING:
@@ -163,8 +164,6 @@ def prepare(
         placeholder_tokens(config.placeholder_token, config.num_vectors),
         model.text_encoder.config.max_position_embeddings,
     )
-    if config.allow_tf32:
-        torch.backends.cuda.matmul.allow_tf32 = True
     if config.enable_xformers_memory_efficient_attention:
         _enable_xformers(model)
     if config.gradient_checkpointing:

@@ -48,7 +48,14 @@ def train(config: TrainConfig) -> None:
     keep_freed_memory()
     began = time.monotonic()
     precision = precision_of(config)
-    backend, reason = backends.resolve(config.backend, precision, config.engine)
+    backend, reason = backends.resolve(
+        config.backend,
+        precision,
+        config.engine,
+        allow_tf32=config.allow_tf32,
+        compiled=config.compile,
+        cache_dir=config.cache_dir,
+    )
     # What is quick to check comes first: nothing is loaded for a run that cannot work.
     pictures = list_pictures(config.train_data_dir)
     reporters = tracking.choose(config.report_to)
@@ -86,6 +93,7 @@ def train(config: TrainConfig) -> None:
         write_atomically(output / "config.yaml", to_yaml(config).encode())
         tracking.start(accelerator, config)
         say_start(run, reason, state)
+    _agree_on_choices(run)
     metrics = Metrics(output / "metrics.jsonl", after_step=state.step) if run.leads else None
 
     try:
@@ -107,6 +115,19 @@ def _read_checkpoint(config: TrainConfig, output: Path) -> tuple[State, Identity
         print(f"icom: no checkpoint in {output} yet: starting anew.", file=sys.stderr)
         return None
     return load_checkpoint(folder)
+
+
+def _agree_on_choices(run: Run) -> None:
+    """Let all processes compute alike: the first one chooses in a forward pass that is thrown away."""
+    from accelerate.utils import broadcast_object_list
+
+    if run.accelerator.num_processes == 1:
+        return
+    if run.leads:
+        batch_loss(run, range(run.config.train_batch_size))
+    choices = [dict(run.backend.choices)]
+    broadcast_object_list(choices)
+    run.backend.choices.update(choices[0])
 
 
 def _loop(run: Run, state: State, metrics: Metrics | None, stop: StopRequest) -> None:
@@ -195,14 +216,11 @@ def optimizer_step(run: Run, next_sample: int, stop_signal: int = 0) -> tuple[fl
         total += loss.item() / config.gradient_accumulation_steps
     assert rows.grad is not None
     if world > 1:
-        # Everything that processes have to agree on goes in one message of a few KB.
-        signals = torch.zeros(world)
-        signals[run.accelerator.process_index] = stop_signal
-        message = torch.cat([rows.grad.flatten().cpu(), torch.tensor([total]), signals]).to(rows.device)
-        message = run.accelerator.reduce(message, "sum").cpu()
-        rows.grad.copy_((message[: rows.numel()] / world).view_as(rows))
-        total = float(message[rows.numel()]) / world
-        stop_signal = int(message[rows.numel() + 1 :].max())
+        signals = [stop_signal if process == run.accelerator.process_index else 0 for process in range(world)]
+        summed = run.accelerator.reduce(message(rows.grad, total, signals).to(rows.device), "sum").cpu()
+        rows.grad.copy_((summed[: rows.numel()] / world).view_as(rows))
+        total = float(summed[rows.numel()]) / world
+        stop_signal = int(summed[rows.numel() + 1 :].max())
     if not bool(torch.isfinite(rows.grad).all()):
         total = math.nan
     if math.isfinite(total):
@@ -212,6 +230,11 @@ def optimizer_step(run: Run, next_sample: int, stop_signal: int = 0) -> tuple[fl
             total = math.nan
     run.optimizer.zero_grad(set_to_none=True)
     return total, stop_signal
+
+
+def message(gradient: torch.Tensor, loss: float, signals: list[int]) -> torch.Tensor:
+    """Everything that processes have to agree on in an optimizer step, to be summed: float32, a few KB."""
+    return torch.cat([gradient.flatten().cpu(), torch.tensor([loss, *signals])])
 
 
 def batch_loss(run: Run, indices: range) -> torch.Tensor:
@@ -246,6 +269,7 @@ def _save(run: Run, step: int, next_sample: int) -> None:
         run.concept.rows.detach().cpu(),
         moments["exp_avg"].cpu(),
         moments["exp_avg_sq"].cpu(),
+        dict(run.backend.choices),
     )
     save_checkpoint(run.output, state, run.identity, settings(run.config))
 
@@ -253,6 +277,7 @@ def _save(run: Run, step: int, next_sample: int) -> None:
 def _restore(run: Run, state: State) -> None:
     """Put a checkpoint's numbers back where `_save` took them from."""
     rows = run.concept.rows
+    run.backend.choices.update(state.choices)
     with torch.no_grad():
         rows.copy_(state.rows)
     run.optimizer.state[rows] = {
@@ -271,14 +296,7 @@ def _restore(run: Run, state: State) -> None:
 def _diverged(run: Run, step: int, loss: float) -> IcomError:
     """What to do about a loss that is not finite, after `step` good steps."""
     happened = f"The loss became {loss} at step {step + 1}; stopped before anything of it was saved."
-    parts = {"text_encoder": run.model.text_encoder, "vae": run.model.vae, "unet": run.model.unet}
-    broken = [
-        name
-        for name, part in parts.items()
-        if not all(
-            bool(torch.isfinite(weights).all()) for weights in part.parameters() if weights is not run.concept.rows
-        )
-    ]
+    broken = models.broken_parts(run.model.source, run.backend.dtype)
     if broken:
         return IcomError(
             f"{happened} The weights of {' and '.join(broken)} in {run.model.source.name} hold numbers that are not "

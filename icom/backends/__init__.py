@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+import torch
+
+from icom.backends import cuda, ipex
 from icom.backends.cpu import CpuBackend
+from icom.config import BackendName
+from icom.engine.choices import machine_key
+from icom.errors import UsageError
+from icom.files import cache_folder, write_atomically, write_error
 
 if TYPE_CHECKING:
-    import torch
-
     from icom.models import Model
+
+NAMES: tuple[BackendName, ...] = ("cpu", "ipex", "cuda")
+"""What --backend takes beside `auto`."""
+
+MEASURED = "backends.json"
+"""In the cache folder: machine -> backend -> seconds per training step."""
 
 
 class Backend(Protocol):
@@ -21,12 +35,15 @@ class Backend(Protocol):
         device: where modules and batches live.
         dtype: of VAE and UNet.
         process_group: torch.distributed backend that suits the device.
+        choices: what was chosen by measuring and decides the bits of the result. It fills while the run computes;
+            checkpoints record it, and a resumed run puts the record in before its first step.
     """
 
     name: str
     device: torch.device
     dtype: torch.dtype
     process_group: str
+    choices: dict[str, str]
 
     def prepare(self, model: Model) -> None:
         """Move the frozen modules to the device, in the layout and precision that is fastest there."""
@@ -38,19 +55,96 @@ class Backend(Protocol):
         """One phrase for the user: engine, instruction set, precision, threads."""
 
 
-def resolve(name: str, mixed_precision: str, engine: str = "auto") -> tuple[Backend, str]:
+def resolve(
+    name: str,
+    mixed_precision: str,
+    engine: str = "auto",
+    *,
+    allow_tf32: bool = False,
+    compiled: bool = False,
+    cache_dir: str | None = None,
+) -> tuple[Backend, str]:
     """Choose the backend.
 
     Args:
-        name: `auto` or a backend's name.
+        name: `auto` or one of NAMES.
         mixed_precision: "no", "bf16" or "fp16".
         engine: "auto", or "off" for stock layers.
+        allow_tf32: TF32 in float32 matrix products; acts on GPUs only.
+        compiled: torch.compile for the UNet; GPUs only.
+        cache_dir: as in --cache_dir; `auto` looks for measurements there.
 
     Returns:
         (backend, the reason for the choice).
 
     Raises:
-        UsageError: the backend cannot compute in that precision.
+        UsageError: the backend is absent (only `auto` falls back), or cannot do what the other options ask for.
     """
-    reason = "the only backend of this release" if name == "auto" else "asked for"
-    return CpuBackend(mixed_precision, engine), reason
+    folder = cache_folder(cache_dir)
+    chosen, reason = _choose(folder) if name == "auto" else (name, "asked for")
+    if problem := why_not(chosen):
+        raise UsageError(f"--backend {chosen} cannot be used here: {problem}. --backend auto takes what works.")
+    if compiled and chosen != "cuda":
+        raise UsageError(
+            f"--compile is for --backend cuda, and this run is on {chosen} ({reason}). On CPUs it gains nothing and "
+            "costs minutes at the start. Drop it."
+        )
+    if chosen == "cuda":
+        return cuda.CudaBackend(mixed_precision, allow_tf32=allow_tf32, compiled=compiled), reason
+    if chosen == "ipex":
+        return ipex.IpexBackend(mixed_precision, engine, folder), reason
+    return CpuBackend(mixed_precision, engine, folder), reason
+
+
+def why_not(name: str) -> str | None:
+    """Why one of NAMES cannot be used here and what to do about it; None when it can."""
+    return None if name == "cpu" else {"ipex": ipex, "cuda": cuda}[name].why_not()
+
+
+def remember(seconds_per_step: Mapping[str, float], folder: Path) -> None:
+    """Keep what was measured on this machine, for `auto`.
+
+    Args:
+        seconds_per_step: backend -> seconds of a training step; both backends measured alike.
+        folder: of the cache.
+
+    Raises:
+        IcomError: it cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise write_error(folder / MEASURED, error, "--cache_dir") from error
+    measured = _read_measured(folder)
+    measured[machine_key()] = {**measured.get(machine_key(), {}), **seconds_per_step}
+    write_atomically(folder / MEASURED, json.dumps(measured, indent=1).encode(), "--cache_dir")
+
+
+def faster_backend(folder: Path) -> tuple[str, str] | None:
+    """The faster one of cpu and ipex as `remember` has it for this machine, and the figures; None without both."""
+    seconds = _read_measured(folder).get(machine_key(), {})
+    if not {"cpu", "ipex"} <= seconds.keys():
+        return None
+    faster, slower = sorted(("cpu", "ipex"), key=lambda name: seconds[name])
+    figures = f"{seconds[faster]:.3g} against {seconds[slower]:.3g} s/step"
+    return faster, f"measured faster than {slower} here: {figures}"
+
+
+def _choose(folder: Path) -> tuple[str, str]:
+    """What `auto` takes, and why: a GPU; else stock PyTorch, unless IPEX was measured to be faster here."""
+    no_gpu = cuda.why_not()
+    if no_gpu is None:
+        return "cuda", "a GPU is there"
+    faster = faster_backend(folder)
+    if faster and ipex.why_not() is None:
+        return faster
+    return "cpu", f"stock PyTorch; no GPU: {no_gpu}"
+
+
+def _read_measured(folder: Path) -> dict[str, dict[str, float]]:
+    """The file's content; nothing when it is absent or damaged, as it only saves a measurement."""
+    try:
+        content = json.loads((folder / MEASURED).read_text())
+        return {machine: {name: float(s) for name, s in seconds.items()} for machine, seconds in content.items()}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}

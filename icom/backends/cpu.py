@@ -1,17 +1,25 @@
-"""Stock PyTorch on the CPU; oneDNN picks AMX or AVX512-BF16 at run time."""
+"""Stock PyTorch on the CPU; oneDNN picks AMX or AVX512-BF16 at run time. The engine makes the frozen parts fast."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from icom.engine.attention import use_blocks
-from icom.errors import UsageError
+from icom.backends.shared import autocast_to, matrices_to, refuse_fp16
+from icom.engine.blocks import rewrite
+from icom.engine.choices import choices_for
+from icom.engine.operators import why_no_engine
+from icom.engine.threads import use_own_cores
 
 if TYPE_CHECKING:
     from icom.models import Model
+
+
+ENGINE_FROM = 100_000_000
+"""Parameters of the UNet from which the engine gains; the bundled model's step of 0.1 s is mostly Python's own time."""
 
 
 class CpuBackend:
@@ -20,35 +28,40 @@ class CpuBackend:
     name = "cpu"
     process_group = "gloo"
 
-    def __init__(self, mixed_precision: str, engine: str = "auto") -> None:
+    def __init__(self, mixed_precision: str, engine: str, folder: Path) -> None:
         """Raises: UsageError for fp16."""
-        if mixed_precision == "fp16":
-            raise UsageError(
-                "fp16 does not train on CPUs: gradients underflow and it is slow. Use --mixed_precision bf16 or no."
-            )
+        refuse_fp16(mixed_precision)
+        use_own_cores()
         self.device = torch.device("cpu")
-        self.engine = engine
         self.dtype = torch.bfloat16 if mixed_precision == "bf16" else torch.float32
+        self.engine = engine
+        self.without_engine = "--engine off" if engine == "off" else why_no_engine(self.dtype)
+        self._folder = folder
+        self.choices: dict[str, str] = {}
 
     def prepare(self, model: Model) -> None:
         """Channels-last for the convolutions; the text encoder's matrices in the precision that autocast uses."""
         model.unet.to(memory_format=torch.channels_last)
         model.vae.to(memory_format=torch.channels_last)
-        if self.engine != "off":
-            use_blocks(model.unet)
-        for part in model.text_encoder.modules():
-            # Autocast would convert these frozen weights anew in every step, to the same values.
-            if isinstance(part, torch.nn.Linear):
-                part.to(self.dtype)
+        matrices_to(model.text_encoder, self.dtype)
+        parameters = sum(weights.numel() for weights in model.unet.parameters())
+        if self.without_engine is None and self.engine == "auto" and parameters < ENGINE_FROM:
+            self.without_engine = "faster for a small model"
+        if self.without_engine is None:
+            attention = choices_for(model.unet, self._folder)
+            self.choices = attention.made
+            parts: tuple[torch.nn.Module, ...] = (model.unet, model.vae, model.text_encoder)
+            for part in parts:
+                rewrite(part, attention.attend)
 
     def autocast(self) -> AbstractContextManager[object]:
         """bf16 autocast, or nothing in float32."""
-        return nullcontext() if self.dtype == torch.float32 else torch.autocast("cpu", self.dtype)
+        return autocast_to(self.dtype, self.device)
 
     def describe(self) -> str:
-        """For instance: cpu (PyTorch 2.13.0, AVX512, blocked attention), bf16, 2 threads."""
+        """For instance: cpu (PyTorch 2.13.0, AVX512, engine), bf16, 2 threads."""
         precision = "bf16" if self.dtype == torch.bfloat16 else "fp32"
         capability = torch.backends.cpu.get_cpu_capability()
-        attention = "stock" if self.engine == "off" else "blocked"
-        engine = f"PyTorch {torch.__version__}, {capability}, {attention} attention"
-        return f"cpu ({engine}), {precision}, {torch.get_num_threads()} threads"
+        engine = "engine" if self.without_engine is None else f"stock layers: {self.without_engine}"
+        what = f"PyTorch {torch.__version__}, {capability}, {engine}"
+        return f"cpu ({what}), {precision}, {torch.get_num_threads()} threads"

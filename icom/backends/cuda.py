@@ -1,0 +1,93 @@
+"""NVIDIA GPUs: one device per process. Written without a GPU at hand: see docs/gpu.md for what is not proven."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+import torch
+
+from icom.backends.shared import autocast_to, matrices_to
+from icom.errors import UsageError
+
+if TYPE_CHECKING:
+    from icom.models import Model
+
+AMPERE = (8, 0)
+"""Compute capability from which GPUs compute in bf16."""
+
+
+def why_not() -> str | None:
+    """Why no GPU can be used here and what to do about it; None when one can."""
+    if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on"):
+        return "accelerate is configured with use_cpu: true; accelerate_configs/single_gpu.yaml is for a GPU"
+    if torch.version.cuda is None:
+        return f"PyTorch {torch.__version__} is a build without CUDA; docs/gpu.md installs one with it"
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        if torch.cuda.is_available():
+            return None
+    # PyTorch warns when there is a GPU whose driver is too old.
+    detail = (
+        str(said[0].message).split(" (Triggered")[0] if said else "no NVIDIA driver, or CUDA_VISIBLE_DEVICES hides it"
+    )
+    return f"PyTorch (CUDA {torch.version.cuda}) finds no NVIDIA GPU ({detail}); `nvidia-smi` shows what there is"
+
+
+class CudaBackend:
+    """See `icom.backends.Backend`. --engine does not matter here: its layers are for CPUs."""
+
+    name = "cuda"
+    process_group = "nccl"
+
+    def __init__(self, mixed_precision: str, *, allow_tf32: bool = False, compiled: bool = False) -> None:
+        """Raises: UsageError for fp16, for bf16 on a GPU that has none, or with more processes than GPUs."""
+        if mixed_precision == "fp16":
+            # The gradient of a mean over a picture is far below fp16's smallest number unless the loss is scaled.
+            raise UsageError(
+                "fp16 needs loss scaling, which icom does not do: gradients underflow. Use --mixed_precision bf16 "
+                "(A100, H100 and all since) or no."
+            )
+        local_rank, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if local_rank >= gpus:
+            raise UsageError(
+                f"This is process {local_rank + 1} on this machine, and it has {gpus} GPUs that PyTorch sees. Start at "
+                "most one process per GPU (accelerate launch --num_processes) and look at CUDA_VISIBLE_DEVICES."
+            )
+        self.device = torch.device("cuda", local_rank)
+        self.dtype = torch.bfloat16 if mixed_precision == "bf16" else torch.float32
+        if self.dtype == torch.bfloat16 and torch.cuda.get_device_capability(self.device) < AMPERE:
+            raise UsageError(
+                f"{torch.cuda.get_device_name(self.device)} does not compute in bf16 (A100, H100 and all since do). "
+                "Use --mixed_precision no."
+            )
+        torch.cuda.set_device(self.device)
+        self.allow_tf32, self.compiled = allow_tf32, compiled
+        self.choices: dict[str, str] = {}
+        # PyTorch's own defaults are no for matrix products and yes for convolutions.
+        torch.set_float32_matmul_precision("high" if allow_tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = allow_tf32
+
+    def prepare(self, model: Model) -> None:
+        """All parts to the GPU, channels-last for the convolutions; PyTorch's own attention, which is flash there."""
+        parts: tuple[torch.nn.Module, ...] = (model.text_encoder, model.vae, model.unet)
+        for part in parts:
+            part.to(self.device)
+        model.vae.to(memory_format=torch.channels_last)
+        model.unet.to(memory_format=torch.channels_last)
+        matrices_to(model.text_encoder, self.dtype)
+        if self.compiled:
+            model.unet.compile()
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """bf16 autocast, or nothing in float32."""
+        return autocast_to(self.dtype, self.device)
+
+    def describe(self) -> str:
+        """For instance: cuda (NVIDIA A100-SXM4-80GB, PyTorch 2.13.0, CUDA 13.0), bf16, cuda:0."""
+        precision = "bf16" if self.dtype == torch.bfloat16 else "fp32"
+        extras = [word for word, on in (("TF32", self.allow_tf32), ("compiled", self.compiled)) if on]
+        engine = f"{torch.cuda.get_device_name(self.device)}, PyTorch {torch.__version__}, CUDA {torch.version.cuda}"
+        return f"cuda ({', '.join([engine, *extras])}), {precision}, {self.device}"

@@ -138,15 +138,14 @@ def _details(config: BenchConfig, rounds: list[Measurement]) -> dict[str, Any]:
         (matmul / m.matmul_tflops + convolution / m.convolution_tflops) / 1e3 / statistics.median(m.seconds)
         for m in rounds
     ]
-    seconds = statistics.median(s for m in rounds for s in m.seconds)
-    forward = statistics.median(s for m in rounds for s in m.forward)
-    backward = statistics.median(s for m in rounds for s in m.backward)
+    steps = [step for m in rounds for step in zip(m.seconds, m.forward, m.backward, strict=True)]
+    seconds = statistics.median(whole for whole, _, _ in steps)
     return {
         "backend": rounds[0].description,
         "images_per_second": config.batch_size / seconds,
-        "forward_seconds": forward,
-        "backward_seconds": backward,
-        "other_seconds": seconds - forward - backward,
+        "forward_seconds": statistics.median(forward for _, forward, _ in steps),
+        "backward_seconds": statistics.median(backward for _, _, backward in steps),
+        "other_seconds": statistics.median(whole - forward - backward for whole, forward, backward in steps),
         "bytes_per_step": rounds[0].bytes_per_step,
         "gflop_per_step": {"matmul": matmul, "convolution": convolution},
         "peak_tflops": {

@@ -207,7 +207,11 @@ def count_flops(arch: str, resolution: int, batch_size: int) -> tuple[float, flo
     Returns:
         (of matrix products, attention's included; of convolutions).
     """
-    from torch.utils.flop_counter import FlopCounterMode
+    # Before the counter and outside the device's context: torch 2.8 trips over importing the models there.
+    from diffusers import UNet2DConditionModel  # noqa: F401
+    from transformers import CLIPTextModel  # noqa: F401
+
+    from torch.utils.flop_counter import FlopCounterMode  # isort: skip
 
     with torch.device("meta"):
         text_encoder, unet = build_text_encoder(arch), build_unet(arch)

@@ -7,6 +7,7 @@ flipped and its channels exchanged, over the gradient with zeros between its val
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 from icom.engine import operators
 
 
-class Packed(nn.Module):
+class Packed(nn.Module, ABC):
     """Packs its weight when the first input comes, and then lets go of the plain one.
 
     Attributes:
@@ -46,11 +47,13 @@ class Packed(nn.Module):
             self._packed_transposed = self._pack_transposed(self._packed.to_dense(), gradient)
         return self._packed_transposed
 
+    @abstractmethod
     def _pack(self, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
+        """For an input like `x`."""
 
+    @abstractmethod
     def _pack_transposed(self, weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
+        """For the backward pass of a gradient like this one."""
 
 
 class PackedLinear(Packed):

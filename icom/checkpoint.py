@@ -75,16 +75,8 @@ def save_checkpoint(output: Path, state: State, identity: Identity, settings: di
     Raises:
         IcomError: disk full or folder not writable; earlier checkpoints are intact.
     """
-    tensors = save({"rows": state.rows, "exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq})
-    document = {
-        "step": state.step,
-        "next_sample": state.next_sample,
-        "identity": asdict(identity),
-        "choices": state.choices,
-        "config": settings,
-        "versions": _versions(),
-        "sha256": hashlib.sha256(tensors).hexdigest(),
-    }
+    tensors, document = encode(state, identity)
+    document |= {"config": settings, "versions": versions()}
     target = output / f"checkpoint-{state.step}"
     temporary = output / f".{target.name}.tmp"
     try:
@@ -152,25 +144,44 @@ def load_checkpoint(folder: Path) -> tuple[State, Identity]:
         IcomError: a file is missing, truncated or altered; names the checkpoint to use instead.
     """
     try:
-        content = (folder / _TENSORS).read_bytes()
-        document = json.loads((folder / _STATE).read_text())
-        if hashlib.sha256(content).hexdigest() != document["sha256"]:
-            raise ValueError(f"{_TENSORS} was altered or cut")
-        tensors = load(content)
-        state = State(
-            document["step"],
-            document["next_sample"],
-            tensors["rows"],
-            tensors["exp_avg"],
-            tensors["exp_avg_sq"],
-            document["choices"],
-        )
-        return state, Identity(**document["identity"])
+        return decode((folder / _TENSORS).read_bytes(), json.loads((folder / _STATE).read_text()))
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         others = [path for path in list_checkpoints(folder.parent) if path.name != folder.name]
         advice = f"Use --resume_from_checkpoint {others[-1].name}" if others else "Start without resuming"
         what = f"lacks {error}" if isinstance(error, KeyError) else str(error)
         raise IcomError(f"The checkpoint {folder} is damaged ({what}). {advice}.") from error
+
+
+def encode(state: State, identity: Identity) -> tuple[bytes, dict[str, Any]]:
+    """What a checkpoint consists of: safetensors, and a document for JSON with their digest."""
+    tensors = save({"rows": state.rows, "exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq})
+    return tensors, {
+        "step": state.step,
+        "next_sample": state.next_sample,
+        "identity": asdict(identity),
+        "choices": state.choices,
+        "sha256": hashlib.sha256(tensors).hexdigest(),
+    }
+
+
+def decode(content: bytes, document: dict[str, Any]) -> tuple[State, Identity]:
+    """What `encode` made a checkpoint of.
+
+    Raises:
+        ValueError, KeyError, TypeError, SafetensorError: it is damaged.
+    """
+    if hashlib.sha256(content).hexdigest() != document["sha256"]:
+        raise ValueError(f"{_TENSORS} was altered or cut")
+    tensors = load(content)
+    state = State(
+        document["step"],
+        document["next_sample"],
+        tensors["rows"],
+        tensors["exp_avg"],
+        tensors["exp_avg_sq"],
+        document["choices"],
+    )
+    return state, Identity(**document["identity"])
 
 
 def differences(saved: Identity, now: Identity) -> list[str]:
@@ -210,7 +221,9 @@ def set_aside_checkpoints(output: Path) -> None:
     )
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of what the numbers depend on."""
     from importlib.metadata import version
 
-    return {name: version(name) for name in ("torch", "diffusers", "transformers", "accelerate", "numpy")}
+    packages = ("icom", "torch", "diffusers", "transformers", "accelerate", "numpy")
+    return {package: version(package) for package in packages}

@@ -47,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         with stopping_at_once():
             run(argv)
     except IcomError as error:
-        print(f"icom: {error}", file=sys.stderr)
+        if not error.told:
+            print(f"icom: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except BrokenPipeError:  # `icom --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes at its end
@@ -71,6 +72,8 @@ def run(argv: list[str]) -> None:
         return
     config = parse(argv)
     if isinstance(config, TrainConfig):
+        # Else every lost connection is followed by pages of C++ stack. Read when torch is first imported.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
         config = load_train_config(config.config, config, given_options(argv))
         if config.print_config:
             from icom.config import to_yaml

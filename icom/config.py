@@ -28,6 +28,8 @@ BackendName = Literal["auto", "cpu", "ipex", "cuda"]
 
 EngineName = Literal["auto", "on", "off"]
 
+CollectivesName = Literal["auto", "gloo", "ccl", "mpi", "nccl"]
+
 LrScheduler = Literal["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"]
 
 
@@ -119,6 +121,8 @@ class TrainConfig:
     """What computes. `auto`: a GPU, else stock PyTorch, or IPEX where it was measured faster; it says why."""
     engine: EngineName = "auto"
     """`on`: packed frozen weights, attention as measured to be fastest here; `off`: stock layers; `auto`: by size."""
+    collectives: CollectivesName = "auto"
+    """What several processes talk with. `auto`: nccl on GPUs, ccl where oneCCL's bindings are installed, else gloo."""
     mixed_precision: Precision | None = None
     """Precision of the frozen model; the rows stay float32. Default: what `accelerate launch` has, else `no`."""
     gradient_checkpointing: bool = False

@@ -128,7 +128,7 @@ def examine(config: DoctorConfig) -> list[Finding]:
             ("engine", check_engine),
             ("diffusers", check_libraries),
             ("IPEX", lambda: check_ipex(_version("intel_extension_for_pytorch"), _version("torch"))),
-            ("oneCCL", lambda: check_oneccl(_version("oneccl_bind_pt"), _version("torch"), _version("accelerate"))),
+            ("oneCCL", lambda: check_oneccl(_version("oneccl_bind_pt"), _version("torch"))),
             ("MPI", check_mpi),
             ("network", lambda: check_network(os.environ)),
             ("Hub", lambda: check_hub(os.environ)),
@@ -488,7 +488,7 @@ def check_ipex(version: str | None, torch: str | None) -> list[Finding]:
     return [Finding("IPEX", "ok", version)]
 
 
-def check_oneccl(version: str | None, torch: str | None, accelerate: str | None) -> list[Finding]:
+def check_oneccl(version: str | None, torch: str | None) -> list[Finding]:
     """Optional; gloo serves without it."""
     if version is None:
         return [Finding("oneCCL", "note", "not installed (optional): several processes use gloo")]
@@ -499,10 +499,7 @@ def check_oneccl(version: str | None, torch: str | None, accelerate: str | None)
     if problem:
         fix = "It needs libmpi and libfabric: source its env/setvars.sh, or start with Intel MPI's mpirun."
         return [Finding("oneCCL", "warning", f"bindings {version} do not load: {problem}", fix)]
-    if accelerate and _minor(accelerate) >= (1, 8):
-        value = f"bindings {version} load; Accelerate {accelerate} starts no ccl (since 1.8), gloo is used"
-        return [Finding("oneCCL", "note", value)]
-    return [Finding("oneCCL", "ok", f"bindings {version}")]
+    return [Finding("oneCCL", "ok", f"bindings {version}; several processes use them (--collectives)")]
 
 
 def check_mpi() -> list[Finding]:

@@ -6,9 +6,14 @@ and ends with the class's exit code. Any other exception is a bug, and keeps its
 
 
 class IcomError(Exception):
-    """The run cannot go on (exit code 1)."""
+    """The run cannot go on (exit code 1).
+
+    Attributes:
+        told: whether the user has been told already, by this process or by another one of the run.
+    """
 
     exit_code = 1
+    told = False
 
 
 class UsageError(IcomError):

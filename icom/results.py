@@ -34,11 +34,12 @@ def say_start(run: Run, reason: str, state: State) -> None:
     config, moments = run.config, run.moments
     rows = run.concept.rows
     variants = moments.mean.shape[0] * moments.mean.shape[1]
+    over = f" over {run.group.collectives}" if run.group.collectives else ""
     resumed = f" · resumed after step {state.step}" if state.step else ""
     print(
         f"icom: {run.backend.describe()} ({reason}) · {rows.numel()} trainable numbers ({rows.shape[0]} x "
         f"{rows.shape[1]}) · latent cache {moments.hits}/{variants} hits · total batch {run.samples_per_step} "
-        f"({config.train_batch_size} x {run.accelerator.num_processes} processes x "
+        f"({config.train_batch_size} x {run.group.size} processes{over} x "
         f"{config.gradient_accumulation_steps} accumulated) · seed {config.seed}{resumed}",
         flush=True,
     )

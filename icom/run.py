@@ -20,6 +20,7 @@ from icom.config import Precision, TrainConfig
 from icom.embedding import PlaceholderEmbedding, add_placeholder, captions_to_ids, placeholder_tokens
 from icom.errors import UsageError
 from icom.files import cache_folder
+from icom.group import ALONE, Group
 from icom.images import Picture, Transform
 from icom.latents import Moments, load_moments
 from icom.sampling import SampleStream
@@ -37,6 +38,7 @@ class Run:
 
     config: TrainConfig
     backend: Backend
+    group: Group
     accelerator: Accelerator
     model: Model
     concept: PlaceholderEmbedding
@@ -55,14 +57,14 @@ class Run:
     @property
     def leads(self) -> bool:
         """Whether this process writes files and talks."""
-        return bool(self.accelerator.is_main_process)
+        return self.group.leads
 
     @property
     def samples_per_step(self) -> int:
         """Total batch: samples of all processes in one optimizer step."""
         config = self.config
         batch = config.train_batch_size * config.gradient_accumulation_steps
-        return batch * int(self.accelerator.num_processes)
+        return batch * self.group.size
 
 
 def precision_of(config: TrainConfig) -> Precision:
@@ -75,11 +77,16 @@ def precision_of(config: TrainConfig) -> Precision:
     return cast(Precision, launched)
 
 
-def start_accelerate(config: TrainConfig, backend: Backend, precision: Precision, reporters: list[str]) -> Accelerator:
-    """Join the processes that a launcher started, if one did."""
+def start_accelerate(
+    config: TrainConfig, backend: Backend, group: Group, precision: Precision, reporters: list[str]
+) -> Accelerator:
+    """Accelerate's part: trackers, and what its launcher was configured with. It adopts the group that is there."""
     from accelerate import Accelerator
     from accelerate.utils import ProjectConfiguration
 
+    if group.size > 1:
+        # Else Accelerate counts cores by itself, warns, and changes the number of threads.
+        os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
     project = ProjectConfiguration(
         project_dir=config.output_dir, logging_dir=str(Path(config.output_dir) / config.logging_dir)
     )
@@ -93,20 +100,18 @@ def start_accelerate(config: TrainConfig, backend: Backend, precision: Precision
 
 def settle(
     config: TrainConfig,
-    accelerator: Accelerator,
+    group: Group,
     model_name: str,
     precision: Precision,
     resumed: tuple[State, Identity] | None,
     pictures: int,
 ) -> TrainConfig:
     """Replace every open choice (seed, precision, steps …) by its value: what config.yaml then says."""
-    from accelerate.utils import broadcast_object_list
-
     seed = config.seed
     if seed is None:
-        seed = resumed[1].seed if resumed else broadcast_object_list([secrets.randbits(31)])[0]
+        seed = resumed[1].seed if resumed else int(group.broadcast(b"%d" % secrets.randbits(31)))
     epoch = pictures * config.repeats
-    batches = math.ceil(epoch / (config.train_batch_size * accelerator.num_processes))
+    batches = math.ceil(epoch / (config.train_batch_size * group.size))
     steps = config.max_train_steps
     if steps is None:
         steps = config.num_train_epochs * math.ceil(batches / config.gradient_accumulation_steps)
@@ -114,10 +119,11 @@ def settle(
     if config.validation_epochs is not None:
         # Samples per epoch, not steps: diffusers' script counts so.
         validation_steps = config.validation_epochs * epoch
-        print(
-            f"icom: --validation_epochs is deprecated; taking --validation_steps {validation_steps}.",
-            file=sys.stderr,
-        )
+        if group.leads:
+            print(
+                f"icom: --validation_epochs is deprecated; taking --validation_steps {validation_steps}.",
+                file=sys.stderr,
+            )
     return dataclasses.replace(
         config,
         pretrained_model_name_or_path=model_name,
@@ -130,16 +136,22 @@ def settle(
 
 
 def prepare(
-    config: TrainConfig, backend: Backend, accelerator: Accelerator, model: Model, pictures: list[Picture]
+    config: TrainConfig,
+    backend: Backend,
+    accelerator: Accelerator,
+    model: Model,
+    pictures: list[Picture],
+    group: Group = ALONE,
 ) -> Run:
     """Splice the rows in, freeze and convert the rest, fill the latent cache, make optimizer and sample stream.
 
     Args:
         config: with `seed` and `max_train_steps` settled.
         backend: where it will run.
-        accelerator: knows the other processes.
+        accelerator: for the trackers.
         model: freshly loaded; is changed.
         pictures: checked.
+        group: the processes of the run.
 
     Raises:
         UsageError: placeholder, initializer or xFormers do not fit the model or the machine.
@@ -176,14 +188,14 @@ def prepare(
         model.vae,
         vae_digest,
         cache_folder(config.cache_dir),
-        rank=accelerator.process_index,
-        world_size=accelerator.num_processes,
-        wait_for_everyone=accelerator.wait_for_everyone,
+        rank=group.rank,
+        world_size=group.size,
+        wait_for_everyone=group.wait_for_everyone,
         decode_threads=config.dataloader_num_workers,
     )
     learning_rate = config.learning_rate
     if config.scale_lr:
-        learning_rate *= config.train_batch_size * config.gradient_accumulation_steps * accelerator.num_processes
+        learning_rate *= config.train_batch_size * config.gradient_accumulation_steps * group.size
     optimizer = torch.optim.AdamW(
         [concept.rows],
         lr=learning_rate,
@@ -223,6 +235,7 @@ def prepare(
     return Run(
         config,
         backend,
+        group,
         accelerator,
         model,
         concept,

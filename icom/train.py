@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +19,24 @@ from icom import backends, hub, models, tracking
 from icom.checkpoint import (
     Identity,
     State,
+    decode,
     delete_old_checkpoints,
     differences,
+    encode,
     find_checkpoint,
     list_checkpoints,
     load_checkpoint,
     save_checkpoint,
     set_aside_checkpoints,
+    versions,
 )
 from icom.config import TrainConfig, settings, to_yaml
+from icom.distributed import choose_collectives, find_place
 from icom.embedding import check_words, save_embedding
 from icom.engine.memory import keep_freed_memory
 from icom.errors import IcomError, Stopped
 from icom.files import make_writable_folder, write_atomically
+from icom.group import Group, Lost, joined
 from icom.images import list_pictures
 from icom.objective import diffusion_loss
 from icom.report import Metrics, running_mean
@@ -36,17 +45,32 @@ from icom.run import Run, precision_of, prepare, settle, start_accelerate
 from icom.sampling import gaussian_noise
 from icom.signals import StopRequest
 
+PLACES = {"train_data_dir", "pretrained_model_name_or_path", "tokenizer_name", "output_dir", "logging_dir", "cache_dir"}
+"""Options that may differ between the machines of a run; what lies there is compared instead."""
+
 
 def train(config: TrainConfig) -> None:
     """Learn the rows and write everything to --output_dir.
 
     Raises:
         UsageError: options that do not fit together or with the model.
-        IcomError: pictures, model, checkpoint or disk are no good, or the loss diverged.
+        IcomError: pictures, model, checkpoint or disk are no good, the loss diverged, or another process is gone.
         Stopped: a signal came; a checkpoint was saved.
     """
     keep_freed_memory()
     began = time.monotonic()
+    with joined(find_place(os.environ)) as group:
+        finish_run = _train(config, group)
+    if finish_run:  # the other processes need not wait for pictures
+        finish_run(began)
+
+
+def _train(config: TrainConfig, group: Group) -> Callable[[float], None] | None:
+    """All that the processes do together.
+
+    Returns:
+        What is left to rank 0: to write the results, given the time of the start.
+    """
     precision = precision_of(config)
     backend, reason = backends.resolve(
         config.backend,
@@ -58,10 +82,16 @@ def train(config: TrainConfig) -> None:
     )
     # What is quick to check comes first: nothing is loaded for a run that cannot work.
     pictures = list_pictures(config.train_data_dir)
+    group.agree("The versions", versions())
+    group.agree("The options", {name: value for name, value in settings(config).items() if name not in PLACES})
+    group.agree("The pictures", {picture.path.name: picture.digest for picture in pictures})
+    collectives, _ = choose_collectives(config.collectives, backend.process_group)
+    group.connect(collectives)
     reporters = tracking.choose(config.report_to)
     output = Path(config.output_dir)
-    make_writable_folder(output)
-    resumed = _read_checkpoint(config, output)
+    if group.leads:
+        make_writable_folder(output)
+    resumed = _read_checkpoint(config, output, group)
     source = models.find(
         config.pretrained_model_name_or_path,
         tokenizer_name=config.tokenizer_name,
@@ -69,13 +99,14 @@ def train(config: TrainConfig) -> None:
         variant=config.variant,
     )
     check_words(models.load_tokenizer(source), config.placeholder_token, config.initializer_token, config.num_vectors)
-    accelerator = start_accelerate(config, backend, precision, reporters)
-    config = settle(config, accelerator, source.name, precision, resumed, len(pictures))
+    accelerator = start_accelerate(config, backend, group, precision, reporters)
+    config = settle(config, group, source.name, precision, resumed, len(pictures))
     repository = None
-    if config.push_to_hub and accelerator.is_main_process:
+    if config.push_to_hub and group.leads:
         repository = hub.create_repository(config.hub_model_id or output.resolve().name, config.hub_token)
 
-    run = prepare(config, backend, accelerator, models.load(source, backend.dtype), pictures)
+    run = prepare(config, backend, accelerator, models.load(source, backend.dtype), pictures, group)
+    group.agree("The model", {"weights": run.identity.model})
     initial_rows = run.concept.rows.detach().clone()
     state = State(0, 0, initial_rows, torch.zeros_like(initial_rows), torch.zeros_like(initial_rows))
     if resumed:
@@ -102,32 +133,35 @@ def train(config: TrainConfig) -> None:
     finally:
         if metrics:
             metrics.close()
-        accelerator.end_training()
-    if run.leads:
-        finish(run, initial_rows, metrics.rows if metrics else [], repository, began)
+        for tracker in accelerator.trackers:  # not end_training, which would wait for a lost process
+            tracker.finish()
+    return partial(finish, run, initial_rows, metrics.rows, repository) if metrics else None
 
 
-def _read_checkpoint(config: TrainConfig, output: Path) -> tuple[State, Identity] | None:
+def _read_checkpoint(config: TrainConfig, output: Path, group: Group) -> tuple[State, Identity] | None:
+    """Rank 0's checkpoint, for all processes: the others' machines have none."""
     if config.resume_from_checkpoint is None:
         return None
-    folder = find_checkpoint(output, config.resume_from_checkpoint)
-    if folder is None:
-        print(f"icom: no checkpoint in {output} yet: starting anew.", file=sys.stderr)
-        return None
-    return load_checkpoint(folder)
+    found: tuple[bytes, dict[str, Any]] | None = None
+    if group.leads:
+        folder = find_checkpoint(output, config.resume_from_checkpoint)
+        if folder is None:
+            print(f"icom: no checkpoint in {output} yet: starting anew.", file=sys.stderr)
+        else:
+            found = encode(*load_checkpoint(folder))
+    tensors, document = found or (b"", {})
+    document = json.loads(group.broadcast(json.dumps(document).encode()))
+    tensors = group.broadcast(tensors)
+    return decode(tensors, document) if document else None
 
 
 def _agree_on_choices(run: Run) -> None:
     """Let all processes compute alike: the first one chooses in a forward pass that is thrown away."""
-    from accelerate.utils import broadcast_object_list
-
-    if run.accelerator.num_processes == 1:
+    if run.group.size == 1:
         return
     if run.leads:
         batch_loss(run, range(run.config.train_batch_size))
-    choices = [dict(run.backend.choices)]
-    broadcast_object_list(choices)
-    run.backend.choices.update(choices[0])
+    run.backend.choices.update(json.loads(run.group.broadcast(json.dumps(run.backend.choices).encode())))
 
 
 def _loop(run: Run, state: State, metrics: Metrics | None, stop: StopRequest) -> None:
@@ -150,7 +184,12 @@ def _loop(run: Run, state: State, metrics: Metrics | None, stop: StopRequest) ->
         while step < config.max_train_steps:
             began = time.monotonic()
             learning_rate = run.lr_scheduler.get_last_lr()[0]
-            loss, stop_signal = optimizer_step(run, next_sample, stop.signal_number or 0)
+            try:
+                loss, stop_signal = optimizer_step(run, next_sample, stop.signal_number or 0)
+            except Lost:
+                if run.leads and saved_at is None and step > state.step:
+                    _save(run, step, next_sample)
+                raise
             if not math.isfinite(loss):
                 raise _diverged(run, step, loss)
             if saved_at is not None and run.leads and config.checkpoints_total_limit:
@@ -169,20 +208,14 @@ def _loop(run: Run, state: State, metrics: Metrics | None, stop: StopRequest) ->
             bar.set_postfix_str(f"loss {mean:.4f}, lr {learning_rate:.2e}, {seconds:.2f} s/step", refresh=False)
             bar.update()
             done = step == config.max_train_steps
+            if run.leads and (step % config.checkpointing_steps == 0 or stop_signal) and not done:
+                _save(run, step, next_sample)
+                saved_at = step
             if run.leads:
-                if (step % config.checkpointing_steps == 0 or stop_signal) and not done:
-                    _save(run, step, next_sample)
-                    saved_at = step
-                if step % config.save_steps == 0:
-                    save_embedding(
-                        run.output / f"learned_embeds-steps-{step}.safetensors",
-                        config.placeholder_token,
-                        run.concept.rows,
-                    )
-                if config.validation_prompt and step % config.validation_steps == 0:
-                    validate(run, step)
+                _show(run, step)
             if stop_signal and not done:
                 bar.close()
+                run.group.wait_for_everyone()  # rank 0 has saved; a launcher kills all when the first one ends
                 raise Stopped(
                     f"stopped after step {step}; saved {run.output / f'checkpoint-{step}'}. Continue with the same "
                     "command and --resume_from_checkpoint latest.",
@@ -192,6 +225,16 @@ def _loop(run: Run, state: State, metrics: Metrics | None, stop: StopRequest) ->
             _save(run, step, next_sample)
             if config.checkpoints_total_limit:
                 delete_old_checkpoints(run.output, config.checkpoints_total_limit, step)
+
+
+def _show(run: Run, step: int) -> None:
+    """Embedding and validation pictures of a step, where they are due."""
+    config = run.config
+    if step % config.save_steps == 0:
+        path = run.output / f"learned_embeds-steps-{step}.safetensors"
+        save_embedding(path, config.placeholder_token, run.concept.rows)
+    if config.validation_prompt and step % config.validation_steps == 0:
+        validate(run, step)
 
 
 def optimizer_step(run: Run, next_sample: int, stop_signal: int = 0) -> tuple[float, int]:
@@ -206,20 +249,20 @@ def optimizer_step(run: Run, next_sample: int, stop_signal: int = 0) -> tuple[fl
         (mean loss over all processes, highest signal that any process got). With a loss or gradient that is not
         finite the optimizer did not step; the loss is then not finite either, nor when the rows have become so.
     """
-    config, world = run.config, run.accelerator.num_processes
+    config, group = run.config, run.group
     rows = run.concept.rows
     total = 0.0
     for micro in range(config.gradient_accumulation_steps):
-        offset = (micro * world + run.accelerator.process_index) * config.train_batch_size
+        offset = (micro * group.size + group.rank) * config.train_batch_size
         loss = batch_loss(run, range(next_sample + offset, next_sample + offset + config.train_batch_size))
         (loss / config.gradient_accumulation_steps).backward()
         total += loss.item() / config.gradient_accumulation_steps
     assert rows.grad is not None
-    if world > 1:
-        signals = [stop_signal if process == run.accelerator.process_index else 0 for process in range(world)]
-        summed = run.accelerator.reduce(message(rows.grad, total, signals).to(rows.device), "sum").cpu()
-        rows.grad.copy_((summed[: rows.numel()] / world).view_as(rows))
-        total = float(summed[rows.numel()]) / world
+    if group.size > 1:
+        signals = [stop_signal if rank == group.rank else 0 for rank in range(group.size)]
+        summed = group.sum(message(rows.grad, total, signals).to(rows.device)).cpu()
+        rows.grad.copy_((summed[: rows.numel()] / group.size).view_as(rows))
+        total = float(summed[rows.numel()]) / group.size
         stop_signal = int(summed[rows.numel() + 1 :].max())
     if not bool(torch.isfinite(rows.grad).all()):
         total = math.nan

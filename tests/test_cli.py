@@ -64,7 +64,16 @@ DIFFUSERS_DEFAULTS = {
 SURFACE = {
     "train": {
         *DIFFUSERS,
-        *("backend", "engine", "compile", "cache_dir", "num_comparison_images", "config", "print_config"),
+        *(
+            "backend",
+            "engine",
+            "collectives",
+            "compile",
+            "cache_dir",
+            "num_comparison_images",
+            "config",
+            "print_config",
+        ),
     },
     "generate": {
         *("embedding", "prompt", "prompts_file", "negative_prompt", "pretrained_model_name_or_path"),

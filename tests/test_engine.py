@@ -25,7 +25,6 @@ from icom.engine import attention, choices, operators
 from icom.engine.blocks import ResidualBlock, Transformer, replace_attention, rewrite
 from icom.engine.choices import FILE, Choices, machine_key
 from icom.engine.layers import PackedConv2d, PackedLinear, Projections, can_pack, pack
-from icom.engine.threads import local_rank_and_size
 from icom.report import read_metrics
 
 WAYS = {
@@ -324,21 +323,13 @@ def test_probe_notices_a_missing_and_a_wrong_operator(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({}, (0, 1)),
-        ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, (1, 2)),
-        ({"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2", "PMI_RANK": "4"}, (0, 2)),
-        ({"OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, (3, 4)),
-    ],
-)
-def test_local_rank_of_each_launcher(environment: dict[str, str], expected: tuple[int, int]) -> None:
-    assert local_rank_and_size(environment) == expected
-
-
-@pytest.mark.parametrize(
     ("set_by_user", "bound", "threads"),
-    [({}, True, None), ({"OMP_NUM_THREADS": "1"}, True, 1), ({"OMP_PLACES": "{0}"}, False, None)],
+    [
+        ({}, True, None),
+        ({"OMP_NUM_THREADS": "1"}, True, 1),
+        ({"OMP_PLACES": "{0}"}, False, None),
+        ({"KMP_AFFINITY": "granularity=fine,compact,1,0"}, True, None),  # accelerate launch sets it for everybody
+    ],
 )
 def test_ranks_get_cores_of_their_own(set_by_user: dict[str, str], bound: bool, threads: int | None) -> None:
     """In real processes, as the binding lasts."""
@@ -352,7 +343,8 @@ def test_ranks_get_cores_of_their_own(set_by_user: dict[str, str], bound: bool, 
     told = []
     for rank in (0, 1):
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "KMP_"))}
-        environment |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2", **set_by_user}
+        environment |= {"PMI_RANK": str(rank), "PMI_SIZE": "2", "MPI_LOCALRANKID": str(rank), "MPI_LOCALNRANKS": "2"}
+        environment |= set_by_user
         done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True, text=True)
         told.append(json.loads(done.stdout))
     (all_of_them, first, threads_of_first), (_, second, _) = told

@@ -5,7 +5,9 @@ Nothing heavy is imported here: `icom --help` must not wait for torch.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import operator
 import os
 import signal
 import sys
@@ -27,6 +29,7 @@ from icom.config import (
 )
 from icom.errors import IcomError
 from icom.files import is_full, write_error
+from icom.launch.config import LaunchEnvConfig, LaunchMpirunConfig
 from icom.signals import STOPPED, stopping_at_once
 
 COMMANDS: dict[str, tuple[Any, str]] = {
@@ -36,8 +39,13 @@ COMMANDS: dict[str, tuple[Any, str]] = {
     "params": (ParamsConfig, "icom.params:params"),
     "bench": (BenchConfig, "icom.bench:bench"),
     "doctor": (DoctorConfig, "icom.doctor:doctor"),
+    "launch mpirun": (LaunchMpirunConfig, "icom.launch.commands:launch_mpirun"),
+    "launch env": (LaunchEnvConfig, "icom.launch.commands:launch_env"),
 }
 """Command -> (its options, the function that runs it)."""
+
+GROUPS = {"launch": "Train on several machines with mpirun."}
+"""First word of the commands with two -> what they are for."""
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -90,12 +98,16 @@ def parse(argv: list[str]) -> Any:
     """The options object of the command in `argv`. Required values may still be missing: a YAML file can give them."""
     import tyro
 
-    commands: Any = None
+    # By first word: the command itself, or the union of those below it.
+    commands: dict[str, Any] = {}
     for name, (options, _) in COMMANDS.items():
-        command: Any = Annotated[options, tyro.conf.subcommand(name)]
-        commands = command if commands is None else commands | command
+        first, *rest = name.split()
+        command: Any = Annotated[options, tyro.conf.subcommand(*rest or [first])]
+        commands[first] = commands[first] | command if first in commands else command
+    for first, description in GROUPS.items():
+        commands[first] = Annotated[commands[first], tyro.conf.subcommand(first, description=description)]
     return tyro.cli(
-        commands,
+        functools.reduce(operator.or_, commands.values()),
         args=argv,
         prog="icom",
         description="Teach Stable Diffusion a new word from a handful of pictures, on CPUs.\n\n"

@@ -26,6 +26,17 @@ DEFAULT_PORT = 29500
 CCL_BINDINGS = "oneccl_bindings_for_pytorch"
 """Importing it registers the torch.distributed backend `ccl`."""
 
+CCL_ENVIRONMENT = {
+    # The group's addresses come through icom's own store, so that oneCCL needs no MPI. Below `accelerate launch` a
+    # process is mpirun's grandchild, and PMI cannot be reached from there.
+    "CCL_PROCESS_LAUNCHER": "none",
+    "CCL_ATL_TRANSPORT": "ofi",
+    # One thread sends, and without a launcher handing it small messages would cost milliseconds.
+    "CCL_WORKER_COUNT": "1",
+    "CCL_WORKER_OFFLOAD": "0",
+}
+"""What oneCCL reads, the same for all processes."""
+
 _LAUNCHERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     "Intel MPI or MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
@@ -225,9 +236,14 @@ def _is_loopback(address: str) -> bool:
         return address == "localhost"
 
 
+def has_ccl() -> bool:
+    """Whether oneCCL's bindings are installed; imports nothing."""
+    return importlib.util.find_spec(CCL_BINDINGS) is not None
+
+
 def _why_no_ccl() -> str | None:
     """Why oneCCL's bindings cannot be used; None when they can. Imports them, which registers the backend."""
-    if importlib.util.find_spec(CCL_BINDINGS) is None:
+    if not has_ccl():
         return "oneCCL's bindings for PyTorch are not installed (docs/cluster.md has the command)"
     try:
         importlib.import_module(CCL_BINDINGS)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from icom import machine
-from icom.distributed import Place, export
+from icom.distributed import CCL_ENVIRONMENT, Place, export
 from icom.errors import IcomError, Stopped, UsageError
 from icom.liveness import Problem, Watch, launchers
 
@@ -263,20 +263,10 @@ def prepare_environment(collectives: str, place: Place) -> None:
         # Else gloo takes the address that the machine's own name resolves to, on many 127.0.0.1 or 127.0.1.1.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if collectives == "ccl":
-        # The group's addresses come through our store, so that oneCCL needs no MPI; the script is a grandchild of
-        # mpirun (accelerate launch is between), where PMI cannot be reached anyway. Without a launcher, handing small
-        # messages to oneCCL's worker threads costs milliseconds.
-        settings = {
-            "CCL_PROCESS_LAUNCHER": "none",
-            "CCL_LOCAL_RANK": str(place.local_rank),
-            "CCL_LOCAL_SIZE": str(place.local_size),
-            "CCL_ATL_TRANSPORT": "ofi",
-            "CCL_WORKER_OFFLOAD": "0",
-            "CCL_WORKER_COUNT": "1",
-        }
+        own = {"CCL_LOCAL_RANK": str(place.local_rank), "CCL_LOCAL_SIZE": str(place.local_size)}
         if interface and place.world_size > place.local_size:
-            settings["FI_TCP_IFACE"] = interface
-        for name, value in settings.items():
+            own["FI_TCP_IFACE"] = interface
+        for name, value in (CCL_ENVIRONMENT | own).items():
             os.environ.setdefault(name, value)
 
 

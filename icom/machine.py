@@ -354,14 +354,23 @@ def interface_towards(address: str | None = None, root: Path = ROOT) -> str | No
     """
     if address is None:
         return _default_interface(root)
+    source = source_address(address)
+    return next((i.name for i in interfaces(root) if source in i.ipv4 + i.ipv6), None)
+
+
+def source_address(address: str) -> str | None:
+    """This machine's address on the route to `address` (a name or number). Nothing is sent.
+
+    Returns:
+        The number; None without such a route, or where the name does not resolve.
+    """
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(target)  # of a datagram socket: chooses the route, sends nothing
-            source = probe.getsockname()[0].split("%")[0]
+            return str(probe.getsockname()[0]).split("%")[0]
     except OSError:
         return None
-    return next((i.name for i in interfaces(root) if source in i.ipv4 + i.ipv6), None)
 
 
 def _default_interface(root: Path) -> str | None:

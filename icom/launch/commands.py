@@ -1,0 +1,176 @@
+"""`icom launch mpirun` and `icom launch env`."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import sys
+from pathlib import Path
+
+from icom.config import TrainConfig, load_train_config
+from icom.errors import IcomError, UsageError
+from icom.launch.checks import Problem, Target, check
+from icom.launch.config import LaunchEnvConfig, LaunchMpirunConfig
+from icom.launch.environment import (
+    INTERFACES,
+    YOURS,
+    Master,
+    Variable,
+    cluster_variables,
+    find_master,
+    host_variables,
+    is_this_machine,
+)
+from icom.launch.hosts import Share, read_hosts, share_out
+from icom.launch.mpi import NAMES, Mpi, command, find_mpi
+from icom.launch.probe import Request
+
+ROOT = Path(__file__).parent.parent.parent
+SCRIPT = ROOT / "textual_inversion_icom.py"
+ACCELERATE_CONFIG = ROOT / "accelerate_configs" / "multi_cpu.yaml"
+
+
+def launch_mpirun(config: LaunchMpirunConfig) -> None:
+    """Check all hosts and become mpirun; its exit code is this command's.
+
+    Raises:
+        UsageError: options, training options or hosts file are wrong.
+        IcomError: a host cannot take part (all reasons of all hosts are in the table), or there is no mpirun.
+    """
+    training = training_config(config.training_options)
+    shares = share_out(read_hosts(config.hosts), config.n, config.ppn)
+    accelerate_config = _accelerate_config(config.accelerate_config)
+    mpi = find_mpi(config.mpi)
+    master = find_master([share.host for share in shares], os.environ)
+    variables = cluster_variables(mpi, master, os.environ)
+    environment = dict(os.environ) | {v.name: v.value for v in variables}
+    program = [sys.executable, "-m", "icom.launch.on_host", "accelerate", "launch"]
+    program += ["--config_file", str(accelerate_config)]
+    program += ["--main_process_ip", master.address, "--main_process_port", str(master.port)]
+    program += [str(SCRIPT), *config.training_options]
+    line = command(mpi, shares, program, environment)
+    if config.dry_run:
+        show(line, mpi, variables, _own_variables(shares, environment))
+        return
+    targets = [Target(share.host.name, is_this_machine(share.host.name), share.ranks) for share in shares]
+    print(f"icom: asking {_count(len(targets), 'host')} (a large model takes a while to read) …", file=sys.stderr)
+    problems = check(targets, _request(training, accelerate_config, mpi, master, variables), os.environ)
+    if problems:
+        show_problems(problems)
+    if any(problem.stops for problem in problems):
+        raise IcomError("Nothing was started.")
+    ranks = sum(share.ranks for share in shares)
+    print(
+        f"icom: {_count(ranks, 'process', 'processes')} on {_count(len(shares), 'host')} by {NAMES[mpi.flavour]}, "
+        f"rank 0 at {master.address} port {master.port}",
+        file=sys.stderr,
+        flush=True,
+    )
+    try:
+        os.execvpe(line[0], line, environment)
+    except OSError as error:
+        raise IcomError(f"Cannot start {line[0]}: {error.strerror}.") from None
+
+
+def launch_env(config: LaunchEnvConfig) -> None:
+    """Print what is the same on all hosts as `export` lines of a shell.
+
+    Raises:
+        UsageError: the hosts file is wrong.
+        IcomError: there is no mpirun, or no way to the hosts.
+    """
+    mpi = find_mpi(config.mpi)
+    hosts = read_hosts(config.hosts) if config.hosts else []
+    print(f"# For {NAMES[mpi.flavour]}: {mpi.mpirun}")
+    for variable in cluster_variables(mpi, find_master(hosts, os.environ), os.environ):
+        print(f"export {variable.name}={shlex.quote(variable.value)}  # {variable.why}")
+    if mpi.flavour == "openmpi":
+        print("# Open MPI passes on only what it is told to: mpirun -x MASTER_ADDR -x MASTER_PORT -x PATH …")
+    print("# Threads, preloads and gloo's interface are each host's own affair: mpirun … python -m icom.launch.on_host")
+    print("# accelerate launch … sets them there.")
+
+
+def training_config(options: tuple[str, ...]) -> TrainConfig:
+    """Parse and check training options as every rank will.
+
+    Raises:
+        UsageError: they are wrong. (What tyro finds ends the process with its own message and exit code 2.)
+    """
+    from icom.cli import given_options, parse
+
+    if not options:
+        raise UsageError(
+            "No training options. They come after `--`: icom launch mpirun --hosts hosts -- --config run.yaml"
+        )
+    flags = parse(["train", *options])
+    return load_train_config(flags.config, flags, given_options(options))
+
+
+def _accelerate_config(given: str | None) -> Path:
+    path = Path(given).expanduser().absolute() if given else ACCELERATE_CONFIG
+    if not path.is_file():
+        where = (
+            "--accelerate_config names it" if given else "it comes with icom's repository: install icom from a clone"
+        )
+        raise UsageError(f"No file {path} ({where}).")
+    return path
+
+
+def _request(training: TrainConfig, accelerate: Path, mpi: Mpi, master: Master, variables: list[Variable]) -> Request:
+    # One that the user set may be no interface's name: Open MPI takes networks and lists too.
+    ours = any(v.name in INTERFACES[mpi.flavour] and v.why != YOURS for v in variables)
+    return Request(
+        pictures=training.train_data_dir,
+        model=training.pretrained_model_name_or_path,
+        tokenizer=training.tokenizer_name,
+        revision=training.revision,
+        variant=training.variant,
+        files=[str(accelerate), str(SCRIPT), *([training.config] if training.config else [])],
+        mpirun=str(mpi.mpirun),
+        interface=master.interface if ours else None,
+        address=master.address,
+        port=master.port,
+        listens=False,
+        word=secrets.token_hex(8),
+        environment={},
+    )
+
+
+def _own_variables(shares: list[Share], environment: dict[str, str]) -> list[Variable]:
+    """What this machine would decide for itself, if it takes part."""
+    own = next((share for share in shares if is_this_machine(share.host.name)), None)
+    return host_variables(environment, 0, own.ranks) if own else []
+
+
+def show(line: list[str], mpi: Mpi, variables: list[Variable], own: list[Variable]) -> None:
+    """Print the command and the environment for --dry_run."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    print(f"{shlex.join(line)}\n\n{NAMES[mpi.flavour]}: {mpi.version}")
+    table = Table("variable", "value", "where", "why", box=None, pad_edge=False)
+    table.columns[1].overflow = table.columns[3].overflow = "fold"
+    for where, some in (("all hosts", variables), ("this host; each decides for itself", own)):
+        for variable in some:
+            place = "all hosts" if variable.why == YOURS else where
+            table.add_row(*map(escape, (variable.name, variable.value, place, variable.why)))
+    Console(highlight=False).print(table)
+
+
+def show_problems(problems: list[Problem]) -> None:
+    """Print all problems of all hosts as one table."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table("", "host", "what is wrong", "what to do", box=None, pad_edge=False)
+    for problem in problems:
+        mark = "[red]✗" if problem.stops else "[yellow]!"
+        table.add_row(mark, *map(escape, (problem.host, problem.what, problem.fix)))
+    Console(stderr=True, highlight=False).print(table)
+
+
+def _count(number: int, one: str, many: str = "") -> str:
+    return f"{number} {one}" if number == 1 else f"{number} {many or one + 's'}"

@@ -51,6 +51,10 @@ bench: ## Measure the speed of SD1.5's training step against the reference scrip
 evaluate-bundled: ## Measure bundled model, judge and concepts (ten minutes); writes benchmarks/bundled-model.*
 	$(RUN) -- python -m icom.world.evaluate
 
+.PHONY: scaling
+scaling: ## Compute how training scales over hosts; fills the tables of docs/scaling.md
+	$(RUN) -- python -m icom.scaling
+
 .PHONY: run
 run: ## Run CMD="..." in the environment
 	$(RUN) -- $(CMD)

@@ -24,6 +24,7 @@ from icom.errors import IcomError, UsageError
 from icom.files import cache_folder, write_atomically
 from icom.machine import cpu_model
 from icom.measure import Job, Measurement, count_flops
+from icom.ranks import bench_ranks
 
 OURS, STOCK, SAME_ALLOCATOR = "icom", "reference, stock allocator", "reference, icom's allocator"
 
@@ -43,6 +44,9 @@ def bench(config: BenchConfig) -> None:
     resolution = config.resolution or ARCHITECTURES[config.arch].resolution
     check_resolution(resolution)
     config = dataclasses.replace(config, resolution=resolution)
+    if config.ranks is not None:
+        bench_ranks(config, _job(config), machine())
+        return
     if config.sweep:
         _sweep(config)
         return

@@ -282,6 +282,8 @@ class BenchConfig:
     """Measure --sweep_batch_sizes x backends x engines instead; writes SWEEP.csv and SWEEP.png."""
     sweep_batch_sizes: tuple[int, ...] = (1, 2, 4)
     """Batch sizes of --sweep."""
+    ranks: str | None = None
+    """Measure groups of so many processes instead, as in `--ranks 1,2`: all with equal cores, batch and work each."""
     steps: int = 4
     """Timed steps per process, after a few that warm up."""
     rounds: int = 3

@@ -24,7 +24,7 @@ import torch
 from icom import machine
 from icom.distributed import CCL_ENVIRONMENT, Place, export
 from icom.errors import IcomError, Stopped, UsageError
-from icom.liveness import Problem, Watch, launchers
+from icom.liveness import Launchers, Problem, Watch
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -50,7 +50,11 @@ class Group:
     def __init__(self, place: Place, hosts: list[str], store: Store | None = None) -> None:
         self.place, self.hosts = place, hosts
         self._store = store
-        self._watch = Watch(store.clone(), place.rank, hosts, launchers()) if store else None  # type: ignore[attr-defined]
+        self._watch: Watch | None = None
+        if store:
+            assert place.master_address
+            own_store = store.clone()  # type: ignore[attr-defined]
+            self._watch = Watch(own_store, place.rank, hosts, place.master_address, Launchers())
         self.collectives: str | None = None
         self._messages = 0
         self._lost: Lost | None = None
@@ -159,9 +163,9 @@ class Group:
         """Communicate in a thread, so that this one can turn away when a peer is gone."""
         assert self._watch is not None
         call = _Call(communicate)
-        while not call.done.wait(0.5):
-            if problem := self._watch.problem():
-                raise self._ended(problem)
+        while not call.done.wait(0.05):
+            if self._watch.problem:
+                raise self._ended(self._watch.problem)
         if call.error:
             raise self._ended(self._watch.why_broken(str(call.error))) from call.error
         return call.result
@@ -169,12 +173,7 @@ class Group:
     def _ended(self, problem: Problem) -> Lost:
         assert self._watch is not None
         self._watch.handled.set()
-        if 0 not in problem.lost:  # else the store is gone as well
-            problem = self._watch.tell(problem)
         self._lost = Lost(problem.message, problem.lost)
-        if problem.speaker == self.rank:
-            with contextlib.suppress(OSError):  # where the launcher is gone, nobody may be reading
-                print(f"\nicom: {problem.message}", file=sys.stderr, flush=True)  # below the progress bar
         # Threads of gloo and of ours wait for the lost process; the interpreter must not wait for them when it ends.
         atexit.register(_exit_at_once)
         return self._lost
@@ -188,17 +187,17 @@ class Group:
         if self._watch is None or self._store is None:
             return
         self._watch.handled.set()
-        if isinstance(error, IcomError):
-            # All stop at the same step, and rank 0 tells; of what fails in one or in all, the first to say so tells.
-            speaks, message = self.leads, str(error)
-            if not isinstance(error, Stopped):
-                message = f"{self.hosts[self.rank]} (rank {self.rank}): {error}"
-                speaks = self._lost is None and self._watch.tell(Problem(message, self.rank)).speaker == self.rank
-            if speaks:
-                print(f"icom: {message}", file=sys.stderr, flush=True)
+        if isinstance(error, Stopped):  # all of them, at the same step
+            if self.leads:
+                print(f"icom: {error}", file=sys.stderr, flush=True)
+            error.told = True
+        elif isinstance(error, IcomError):
+            # Of what fails in one or in all, the first to say so tells the user.
+            if self._lost is None:
+                self._watch.tell(Problem(f"{self.hosts[self.rank]} (rank {self.rank}): {error}", self.rank))
             error.told = True
         elif error is not None and self._lost is None:
-            self._watch.tell(Problem(repr(error), self.rank))
+            self._watch.tell(Problem(f"{self.hosts[self.rank]} (rank {self.rank}): {error!r}", self.rank))
         if self._lost is None or 0 not in self._lost.ranks:
             self._part(hurry=error is not None)
         self._watch.stop()
@@ -220,7 +219,7 @@ class Group:
                 self._store.set("left/0", "1")
             keys = [f"left/{rank}" for rank in range(1, self.size) if rank not in lost] if self.leads else ["left/0"]
             while not self._store.check(keys) and not (hurry and time.monotonic() > deadline):
-                if not hurry and self._watch.problem():
+                if not hurry and self._watch.problem:
                     break
                 time.sleep(0.02)
             if not self.leads:

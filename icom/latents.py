@@ -93,7 +93,8 @@ def load_moments(
     found = {variant: entry for variant in variants if (entry := _read(variant.path)) is not None}
     missing = [variant for variant in variants if variant not in found]
     hits = len(found)
-    mine = missing[rank::world_size]
+    # By place among all variants: what a rank finds missing depends on when it looks.
+    mine = [variant for i, variant in enumerate(variants) if i % world_size == rank and variant not in found]
     computed = dict(_encode(mine, transform, vae, folder, decode_threads, show=rank == 0))
     if world_size > 1:
         wait_for_everyone()

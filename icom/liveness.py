@@ -2,18 +2,26 @@
 
 A collective that a peer has left fails at once when the peer's machine says so (the process died), and never when it
 cannot (the network is down, the machine hangs). PyTorch's answer is a timeout for collectives, but rank 0 draws
-validation pictures for minutes while the others wait in one. So every process beats in the store, once a second, from a
-thread of its own that needs neither the main thread nor the collectives, and looks whether the others do.
+validation pictures for minutes while the others wait in one. So every process
+
+- has a connection to rank 0 that carries nothing: its end is the end of the process, and is seen in milliseconds, which
+  counts, because some launchers kill all the others a third of a second later;
+- beats in the store, once a second, from a thread that needs neither the main thread nor the collectives;
+- knows the processes that mpirun reached it through, without which nobody could stop it any more.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import selectors
+import socket
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -29,8 +37,11 @@ SUSPECT_SECONDS = 4.0
 """When a collective has failed already: who has not beaten for so long is the one that broke it."""
 GRACE_SECONDS = 15.0
 """The main thread has so long to stop by itself (it may be drawing a picture, or inside a product)."""
+REAP_SECONDS = 5
+"""After the processes of a broken run have ended, their mpirun has so long to end before it is told to, and killed."""
 
-_PROBLEM = "problem"
+_PROBLEM, _PORT = "problem", "watch port"
+_GOODBYE = b"."
 
 _AGAIN = (
     "Go on with the machines that are left: the same command without the lost ones in the hosts file, and "
@@ -60,71 +71,127 @@ class Watch:
     """This process's beats, and what it knows of the others'.
 
     Attributes:
+        problem: what ends the run, once something does.
         handled: to be set when the main thread has learned of a problem and is about to end.
     """
 
-    def __init__(self, store: Store, rank: int, hosts: Sequence[str], launchers: Sequence[psutil.Process] = ()) -> None:
-        """Start beating.
+    def __init__(self, store: Store, rank: int, hosts: Sequence[str], address: str, launchers: Launchers) -> None:
+        """Start watching.
 
         Args:
             store: that all processes use; a connection that nobody else waits on.
             rank: of this process.
             hosts: rank -> name of its machine.
-            launchers: processes without which this one should not go on.
+            address: of rank 0's machine.
+            launchers: of this process.
         """
         self.rank, self.hosts = rank, list(hosts)
-        self._store, self._launchers = store, launchers
+        self.problem: Problem | None = None
         self.handled = threading.Event()
+        self._store, self._launchers = store, launchers
         self._stopped = threading.Event()
+        self._lock = threading.Lock()
         now = time.monotonic()
         self._beats: list[tuple[bytes, float]] = [(b"", now) for _ in hosts]
         self._answered = now  # when the store last did
-        self._store_gone = False
-        self._told: Problem | None = None
-        for run in (self._beat, self._guard):
-            threading.Thread(target=run, daemon=True).start()
-
-    def problem(self, silent_for: float = SILENT_SECONDS) -> Problem | None:
-        """What is wrong, if anything: a process told so, or one has not beaten for so many seconds."""
-        if self._told:
-            return self._told
-        now = time.monotonic()
-        if self._store_gone or now - self._answered > silent_for:
-            # The store lives in rank 0's process. Everybody else sees this, so one of another machine speaks.
-            lost = {r for r, host in enumerate(self.hosts) if r == 0 or host == self.hosts[0] != self.hosts[self.rank]}
+        self._line: socket.socket | None = None  # to rank 0
+        if rank == 0:
+            # On all addresses: MASTER_ADDR may be one that this machine knows nothing of, behind a translation.
+            server = socket.create_server(("", 0))
+            store.set(_PORT, str(server.getsockname()[1]))
+            self._start(lambda: self._listen(server))
         else:
-            lost = {r for r, (_, when) in enumerate(self._beats) if now - when > silent_for} - {self.rank}
-        if not lost:
-            return None
-        rest = [rank for rank in range(len(self.hosts)) if rank not in lost]
-        why = "It died, or the network is down." if len(lost) == 1 else "They died, or the network is down."
-        return Problem(f"lost {self._names(lost)}. {why} {_AGAIN}", min(rest), frozenset(lost))
-
-    def why_broken(self, error: str) -> Problem:
-        """After a collective failed: wait until it is known who broke it, at most some seconds."""
-        deadline = time.monotonic() + 3 * SUSPECT_SECONDS
-        while time.monotonic() < deadline:
-            if problem := self.problem(SUSPECT_SECONDS):
-                return problem
-            time.sleep(BEAT_SECONDS / 4)
-        return Problem(f"the processes lost each other ({error.splitlines()[0]}), though all of them are alive.", 0)
+            port = int(store.get(_PORT))
+            self._line = socket.create_connection((address, port), SILENT_SECONDS)
+            self._line.settimeout(None)
+            self._line.sendall(rank.to_bytes(4, "big"))
+            self._start(self._hear)
+        self._start(self._beat)
+        self._start(self._guard)
 
     def tell(self, problem: Problem) -> Problem:
-        """Tell the others why this process ends.
+        """Tell the others why the run ends, and the user if that is for this process to do.
 
         Returns:
             What ends the run: this, or what another process told before.
         """
-        if self._told is None:
-            try:
-                self._told = _decoded(self._store.compare_set(_PROBLEM, "", _encoded(problem)))
-            except RuntimeError:  # the store is gone: nobody to tell
-                self._told = problem
-        return self._told
+        with self._lock:
+            if self.problem is None:
+                if 0 not in problem.lost:  # else the store is gone as well
+                    with contextlib.suppress(RuntimeError):
+                        problem = _decoded(self._store.compare_set(_PROBLEM, "", _encoded(problem)))
+                self._learn(problem)
+            assert self.problem
+            return self.problem
+
+    def why_broken(self, error: str) -> Problem:
+        """After a collective failed: wait until it is known who broke it, at most some seconds."""
+        deadline = time.monotonic() + 3 * SUSPECT_SECONDS
+        while self.problem is None and time.monotonic() < deadline:
+            self._look(SUSPECT_SECONDS)
+            time.sleep(0.02)
+        alive = f"the processes lost each other ({error.splitlines()[0]}), though all of them are alive."
+        return self.problem or self.tell(Problem(alive, 0))
 
     def stop(self) -> None:
         """Stop beating; the others must not be waiting for this process any more."""
         self._stopped.set()
+        if self._line:
+            with contextlib.suppress(OSError):
+                self._line.sendall(_GOODBYE)
+                self._line.shutdown(socket.SHUT_RDWR)  # wakes the thread that listens, which closes it
+
+    @staticmethod
+    def _start(run: Callable[[], None]) -> None:
+        threading.Thread(target=run, daemon=True).start()
+
+    def _learn(self, problem: Problem) -> None:
+        self.problem = problem
+        if problem.speaker == self.rank:
+            with contextlib.suppress(OSError):  # where the launcher is gone, nobody may be reading
+                print(f"\nicom: {problem.message}", file=sys.stderr, flush=True)  # below the progress bar
+        if problem.lost:
+            self._launchers.end()
+
+    def _lose(self, lost: set[int]) -> None:
+        if self._stopped.is_set():
+            return
+        rest = [rank for rank in range(len(self.hosts)) if rank not in lost]
+        why = "It died, or the network is down." if len(lost) == 1 else "They died, or the network is down."
+        self.tell(Problem(f"lost {self._names(lost)}. {why} {_AGAIN}", min(rest), frozenset(lost)))
+
+    def _lose_rank_0(self) -> None:
+        # All the others see this, and cannot agree on who speaks: the lowest rank of another machine does.
+        first = self.hosts[0]
+        self._lose({r for r, host in enumerate(self.hosts) if r == 0 or host == first != self.hosts[self.rank]})
+
+    def _listen(self, server: socket.socket) -> None:
+        """On rank 0: learn of the others' end by that of their connections."""
+        with contextlib.ExitStack() as opened:
+            selector = opened.enter_context(selectors.DefaultSelector())
+            selector.register(opened.enter_context(server), selectors.EVENT_READ)
+            while not self._stopped.is_set():
+                for key, _ in selector.select(BEAT_SECONDS):
+                    line = key.fileobj
+                    assert isinstance(line, socket.socket)
+                    if line is not server:
+                        selector.unregister(line)
+                        if not _said_goodbye(line):
+                            self._lose({key.data})
+                        continue
+                    connection = opened.enter_context(server.accept()[0])
+                    connection.settimeout(BEAT_SECONDS)  # of whatever else may try this port
+                    with contextlib.suppress(OSError):
+                        rank = int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "big")
+                        if 0 < rank < len(self.hosts):
+                            selector.register(connection, selectors.EVENT_READ, rank)
+
+    def _hear(self) -> None:
+        """On the others: learn of rank 0's end."""
+        assert self._line
+        with self._line:
+            if not _said_goodbye(self._line):
+                self._lose_rank_0()
 
     def _beat(self) -> None:
         keys = [*map(_key, range(len(self.hosts))), _PROBLEM]
@@ -133,9 +200,9 @@ class Watch:
             for key in keys:
                 self._store.compare_set(key, "", "" if key == _PROBLEM else "0")
             while not self._stopped.wait(BEAT_SECONDS):
-                if self._told is None and (gone := next((p for p in self._launchers if not _is_alive(p)), None)):
+                if gone := self._launchers.gone():
                     here = self._names({self.rank})
-                    self.tell(Problem(f"lost the launcher's hold on {here}: {gone.name()} there died. {_AGAIN}", 0))
+                    self.tell(Problem(f"lost the launcher's hold on {here}: {gone} there died. {_AGAIN}", 0))
                 count += 1
                 self._store.set(_key(self.rank), str(count))
                 *beats, told = self._store.multi_get(keys)
@@ -143,23 +210,26 @@ class Watch:
                 for rank, beat in enumerate(beats):
                     if beat != self._beats[rank][0]:
                         self._beats[rank] = (beat, now)
-                if told and self._told is None:
-                    self._told = _decoded(told)
+                if told and self.problem is None:
+                    self.tell(_decoded(told))
         except RuntimeError:  # torch's DistError: the connection is gone, and with it rank 0
-            self._store_gone = not self._stopped.is_set()
+            self._lose_rank_0()
+
+    def _look(self, silent_for: float) -> None:
+        """Whether somebody has not beaten for so many seconds."""
+        now = time.monotonic()
+        if now - self._answered > silent_for:
+            self._lose_rank_0()
+        lost = {rank for rank, (_, when) in enumerate(self._beats) if now - when > silent_for} - {self.rank}
+        if lost and self.problem is None:
+            self._lose(lost)
 
     def _guard(self) -> None:
-        """End the process where its main thread does not come to it."""
-        since = None
+        """Notice silence, and end the process where its main thread does not come to it."""
         while not self._stopped.wait(BEAT_SECONDS / 2):
-            problem = self.problem()
-            if problem is None or self.handled.is_set():
-                since = None
-            elif since is None:
-                since = time.monotonic()
-            elif time.monotonic() - since > GRACE_SECONDS:
-                if problem.speaker == self.rank:
-                    print(f"icom: {problem.message}", file=sys.stderr, flush=True)
+            if self.problem is None:
+                self._look(SILENT_SECONDS)
+            elif not self.handled.wait(GRACE_SECONDS):
                 os._exit(1)
 
     def _names(self, ranks: set[int]) -> str:
@@ -171,17 +241,61 @@ class Watch:
         )
 
 
-def launchers() -> list[psutil.Process]:
-    """The processes that mpirun reached this one through: when one dies, nobody could stop this one any more.
+class Launchers:
+    """The processes that mpirun reached this one through.
 
     On the machine where mpirun runs, up to mpirun itself; on the others all of them, for it was an sshd that started
     them. None where another launcher was at work: what is above torchrun may end when a user logs out.
     """
-    parents = psutil.Process().parents()
-    if not any(parent.name().startswith(_PROXIES) for parent in parents):
-        return []
-    last = next((i for i, parent in enumerate(parents) if parent.name().startswith(_MPIRUN)), len(parents) - 1)
-    return [parent for parent in parents[: last + 1] if parent.pid != 1]
+
+    def __init__(self) -> None:
+        parents = [(parent, parent.name()) for parent in psutil.Process().parents() if parent.pid != 1]
+        if not any(name.startswith(_PROXIES) for _, name in parents):
+            parents = []
+        mpirun = [i for i, (_, name) in enumerate(parents) if name.startswith(_MPIRUN)]
+        self._mpirun = parents[mpirun[-1]][0] if mpirun else None
+        self._parents = parents[: mpirun[-1] + 1] if mpirun else parents
+
+    def gone(self) -> str | None:
+        """The name of one that has died."""
+        return next((name for process, name in self._parents if not _is_alive(process)), None)
+
+    def end(self) -> None:
+        """See to it that mpirun ends soon after its processes on this machine, and ssh with it.
+
+        It would wait for ever for a machine that cannot be reached. In a process of its own, because this one ends.
+        """
+        if self._mpirun:
+            command = [sys.executable, "-m", "icom.liveness", str(self._mpirun.pid), str(self._mpirun.create_time())]
+            subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL)
+
+
+def end_mpirun(pid: int, create_time: float) -> None:
+    """Let mpirun end by itself; then tell it and all that it started to; then kill them."""
+    try:
+        mpirun = psutil.Process(pid)
+        if mpirun.create_time() != create_time:
+            return
+        started = [mpirun, *mpirun.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return
+    own = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
+    _, left = psutil.wait_procs([mpirun], REAP_SECONDS)
+    if left:
+        for end in (psutil.Process.terminate, psutil.Process.kill):
+            for process in started:
+                if process == mpirun or process.pid not in own:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        end(process)
+            psutil.wait_procs(started, REAP_SECONDS)
+
+
+def _said_goodbye(line: socket.socket) -> bool:
+    """What a connection's end meant."""
+    try:
+        return line.recv(1) == _GOODBYE
+    except OSError:
+        return False
 
 
 def _is_alive(process: psutil.Process) -> bool:
@@ -202,3 +316,7 @@ def _encoded(problem: Problem) -> str:
 def _decoded(text: bytes) -> Problem:
     content = json.loads(text)
     return Problem(content["message"], content["speaker"], frozenset(content["lost"]))
+
+
+if __name__ == "__main__":
+    end_mpirun(int(sys.argv[1]), float(sys.argv[2]))

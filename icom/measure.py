@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import resource
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,9 +24,11 @@ from icom import backends, models
 from icom.architectures import build_text_encoder, build_unet
 from icom.captions import TEMPLATES
 from icom.config import BackendName, TrainConfig
+from icom.distributed import choose_collectives, find_place
 from icom.embedding import captions_to_ids, placeholder_tokens
 from icom.engine import operators
 from icom.engine.memory import keep_freed_memory
+from icom.group import joined
 from icom.images import Transform, list_pictures, pixels, read_picture
 from icom.reference import ReferenceTrainer
 from icom.sampling import SampleStream, gaussian_noise
@@ -51,6 +55,8 @@ class Job:
         backend: as in --backend; None: the reference.
         engine: "auto" or "off".
         our_allocator: whether the allocator is told to keep freed memory.
+        side_by_side: how many processes measure at a time; they start and end their timed steps together.
+        meeting: port of the TCPStore where they wait for each other; only with several.
     """
 
     arch: str
@@ -62,6 +68,8 @@ class Job:
     backend: BackendName | None = "auto"
     engine: str = "auto"
     our_allocator: bool = True
+    side_by_side: int = 1
+    meeting: int | None = None
 
 
 @dataclass(frozen=True)
@@ -73,19 +81,23 @@ class Measurement:
         peak_gb: highest resident memory; on a GPU its own memory.
         forward: from the text encoder's start to the UNet's end.
         backward: from there to the rows' gradient.
+        exchange: from there to the optimizer's step: in a group of processes, waiting for the others and all-reduce.
         bytes_per_step: what each of several processes would send in an optimizer step.
         matmul_tflops, convolution_tflops: the machine's peak in the same dtype, in 10^12 operations per second.
         description: of the backend.
+        group: processes that summed their gradients, this one included.
     """
 
     seconds: list[float]
     peak_gb: float
     forward: list[float] = field(default_factory=list)
     backward: list[float] = field(default_factory=list)
+    exchange: list[float] = field(default_factory=list)
     bytes_per_step: int = 0
     matmul_tflops: float = 0.0
     convolution_tflops: float = 0.0
     description: str = ""
+    group: int = 1
 
 
 def measure(job: Job) -> Measurement:
@@ -117,30 +129,52 @@ def _measure_ours(options: TrainConfig, job: Job, name: BackendName) -> Measurem
 
     backend, _ = backends.resolve(name, job.mixed_precision, job.engine, cache_dir=job.cache)
     model = models.load(models.find(f"random:{job.arch}"), backend.dtype)
-    accelerator = Accelerator(cpu=backend.device.type == "cpu", mixed_precision=job.mixed_precision)
-    run = prepare(options, backend, accelerator, model, list_pictures("bundled"))
-    marks = _marks(run)
-    seconds = _time_steps(lambda index: optimizer_step(run, index * run.samples_per_step), job.steps, WARM_UP)
+    with joined(find_place(os.environ)) as group:
+        group.connect(choose_collectives("auto", backend.process_group)[0])
+        accelerator = Accelerator(cpu=backend.device.type == "cpu", mixed_precision=job.mixed_precision)
+        run = prepare(options, backend, accelerator, model, list_pictures("bundled"), group)
+        marks = _marks(run)
+        meet = _meeting(job)
+        seconds = _time_steps(lambda index: optimizer_step(run, index * run.samples_per_step), job.steps, WARM_UP, meet)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     if backend.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(backend.device) / 2**30
-    starts, middles, ends = (marks[name][-job.steps :] for name in ("start", "middle", "end"))
-    matmul, convolution = peaks(backend.device, backend.dtype)
+    starts, middles, ends, steps = (marks[name][-job.steps :] for name in ("start", "middle", "end", "step"))
+    # Beside other processes it would be no peak.
+    matmul, convolution = (0.0, 0.0) if job.side_by_side > 1 else peaks(backend.device, backend.dtype)
     return Measurement(
         seconds,
         peak,
         [middle - start for start, middle in zip(starts, middles, strict=True)],
         [end - middle for middle, end in zip(middles, ends, strict=True)],
-        message(run.concept.rows, 0.0, [0, 0]).nbytes,
+        [step - end for end, step in zip(ends, steps, strict=True)],
+        message(run.concept.rows, 0.0, [0] * max(2, group.size)).nbytes,
         matmul,
         convolution,
         backend.describe(),
+        group.size,
     )
 
 
+def _meeting(job: Job) -> Callable[[str], None]:
+    """What makes this process wait until all that are measured side by side have come to the same place."""
+    if job.meeting is None:
+        return lambda _: None
+    # The one that started the processes ends them all when one dies: nobody has to give up before that.
+    address = ("127.0.0.1", job.meeting)
+    store = torch.distributed.TCPStore(*address, is_master=False, timeout=timedelta(days=1))  # type: ignore[attr-defined]
+
+    def meet(place: str) -> None:
+        if store.add(place, 1) == job.side_by_side:
+            store.set(f"{place}: all", "")
+        store.wait([f"{place}: all"])
+
+    return meet
+
+
 def _marks(run: Run) -> dict[str, list[float]]:
-    """Let hooks note when each step's forward pass starts and ends, and when its backward pass ends."""
-    marks: dict[str, list[float]] = {"start": [], "middle": [], "end": []}
+    """Let hooks note when each step's forward pass starts and ends, its backward pass ends, the optimizer steps."""
+    marks: dict[str, list[float]] = {"start": [], "middle": [], "end": [], "step": []}
 
     def note(name: str) -> Callable[..., None]:
         def hook(*_: object) -> None:
@@ -153,6 +187,7 @@ def _marks(run: Run) -> dict[str, list[float]]:
     run.model.text_encoder.register_forward_pre_hook(note("start"))
     run.model.unet.register_forward_hook(note("middle"))
     run.concept.rows.register_post_accumulate_grad_hook(note("end"))
+    run.optimizer.register_step_pre_hook(note("step"))
     return marks
 
 
@@ -189,12 +224,17 @@ def _measure_reference(options: TrainConfig, job: Job) -> Measurement:
     return Measurement(seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
 
 
-def _time_steps(step: Callable[[int], object], count: int, warm_up: int) -> list[float]:
+def _time_steps(
+    step: Callable[[int], object], count: int, warm_up: int, meet: Callable[[str], None] = lambda _: None
+) -> list[float]:
     seconds = []
     for index in range(warm_up + count):
+        if index == warm_up:
+            meet("warm")
         began = time.perf_counter()
         step(index)
         seconds.append(time.perf_counter() - began)
+    meet("done")
     return seconds[warm_up:]
 
 

@@ -93,7 +93,7 @@ SURFACE = {
     "params": {"model", "json"},
     "bench": {
         *("arch", "compare", "resolution", "batch_size", "mixed_precision", "backend", "engine", "steps", "rounds"),
-        *("sweep", "sweep_batch_sizes", "json"),
+        *("sweep", "sweep_batch_sizes", "ranks", "json"),
     },
     "doctor": {"output_dir", "cache_dir", "json"},
     "launch mpirun": {"training_options", "hosts", "n", "ppn", "accelerate_config", "mpi", "dry_run"},

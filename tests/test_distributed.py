@@ -22,7 +22,7 @@ from icom import liveness
 from icom.checkpoint import load_checkpoint
 from icom.distributed import Place, choose_collectives, find_place, first_of_nodelist
 from icom.errors import UsageError
-from icom.liveness import Watch
+from icom.liveness import Launchers, Watch
 from icom.report import read_metrics
 from icom.train import message
 from tests.conftest import ROOT, Result, train_arguments
@@ -273,23 +273,26 @@ def test_killed_rank_ends_all(victim: int, ranks: Callable[..., Ranks]) -> None:
     assert steps == list(range(1, 31))
 
 
-def test_hanging_rank_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that still has its connections but does nothing; here a watch that has stopped beating."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+def test_hanging_rank_is_noticed(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """One that still has its connections but does nothing; here a store that does not take its beats."""
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
     for name, seconds in (("BEAT_SECONDS", 0.05), ("SILENT_SECONDS", 1.0), ("GRACE_SECONDS", 1000.0)):
         monkeypatch.setattr(liveness, name, seconds)
+
+    class Lossy(PrefixStore):  # type: ignore[misc]
+        def set(self, key: str, value: str) -> None:
+            """Nothing arrives."""
+
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    watches = [Watch(store.clone(), rank, ["a", "b", "c"]) for rank in range(3)]
-    watches[1].stop()
-    while not all(watch.problem(1.0) for watch in (watches[0], watches[2])):
+    stores = [PrefixStore("", store), Lossy("", store), PrefixStore("", store)]
+    watches = [Watch(s, rank, ["a", "b", "c"], "127.0.0.1", Launchers()) for rank, s in enumerate(stores)]
+    while not all(watch.problem for watch in watches):
         time.sleep(0.02)
-    problems = [watch.problem(1.0) for watch in (watches[0], watches[2])]
-    assert [(p.speaker, p.lost) for p in problems if p] == 2 * [(0, {1})]
-    assert problems[0] is not None
-    assert problems[0].message.startswith("lost b (rank 1)")
     for watch in watches:
         watch.stop()
+    assert {(watch.problem.speaker, watch.problem.lost) for watch in watches if watch.problem} == {(0, frozenset({1}))}
+    assert capfd.readouterr().err.count("icom: lost b (rank 1)") == 1
 
 
 @pytest.mark.parametrize(

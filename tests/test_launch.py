@@ -237,7 +237,7 @@ def test_dry_run_shows_what_comes_from_where(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("MASTER_PORT", "29777")
-    monkeypatch.setenv("LD_PRELOAD", "")
+    monkeypatch.setenv("KMP_BLOCKTIME", "7")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     options = ["--hosts", str(hosts_file), "--mpi", "mpich", "--accelerate_config", str(accelerate_config), "--dry-run"]
     shown = icom("launch", "mpirun", *options, "--", *TRAINING)
@@ -246,7 +246,7 @@ def test_dry_run_shows_what_comes_from_where(
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in shown.out.splitlines() if line[:1].isupper()}
     assert rows["MASTER_ADDR"] == "127.0.0.1 all hosts all processes are on this machine"
     assert rows["MASTER_PORT"] == "29777 all hosts set by you"
-    assert rows["LD_PRELOAD"] == "all hosts set by you"
+    assert rows["KMP_BLOCKTIME"] == "7 all hosts set by you"
     assert f"{machine.usable_cores()} this host; each decides for itself" in rows["OMP_NUM_THREADS"]
     assert "HYDRA_IFACE" not in rows
 

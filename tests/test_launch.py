@@ -213,7 +213,7 @@ def test_mpirun_gets_command_and_environment_and_gives_its_exit_code(
     master, _, given = out.strip().partition(" ")
     port = master.removeprefix("127.0.0.1:")
     assert port.isdigit()
-    launch = f"{sys.executable} -m icom.launch.on_host accelerate launch --config_file {accelerate_config}"
+    launch = f"{sys.executable} -m icom.launch.on_host accelerate launch --quiet --config_file {accelerate_config}"
     where = f"--main_process_ip 127.0.0.1 --main_process_port {port}"
     script = f"{ROOT / 'textual_inversion_icom.py'} {' '.join(TRAINING)}"
     assert given == f"-hosts localhost -n 2 -ppn 2 {launch} {where} {script}"

@@ -45,7 +45,8 @@ def launch_mpirun(config: LaunchMpirunConfig) -> None:
     master = find_master([share.host for share in shares], os.environ)
     variables = cluster_variables(mpi, master, os.environ)
     environment = dict(os.environ) | {v.name: v.value for v in variables}
-    program = [sys.executable, "-m", "icom.launch.on_host", "accelerate", "launch"]
+    # Quiet, because icom tells its errors itself: no stack of Accelerate's from every process after them.
+    program = [sys.executable, "-m", "icom.launch.on_host", "accelerate", "launch", "--quiet"]
     program += ["--config_file", str(accelerate_config)]
     program += ["--main_process_ip", master.address, "--main_process_port", str(master.port)]
     program += [str(SCRIPT), *config.training_options]

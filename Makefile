@@ -60,8 +60,9 @@ run: ## Run CMD="..." in the environment
 	$(RUN) -- $(CMD)
 
 .PHONY: test
-test: ## Run all tests
-	$(RUN) --extra dev -- python -m pytest
+test: ## Run all tests; root on Debian or Ubuntu gets with apt-get what tests/cluster needs
+	@$(SETUP) test-tools
+	$(RUN) --extra dev --extra mpi -- python -m pytest
 
 .PHONY: test-ipex
 test-ipex: ## Run the tests of backends and engine with the real IPEX, in .venv-ipex (8 GB, which it builds)

@@ -62,6 +62,9 @@ PICTURES = "sd-concepts-library/dicoo/resolve/main/concept_images/{}.jpeg"
 PICTURE_COUNT = 5
 PICTURE_FOLDER = "dicoo"
 
+# What tests/cluster needs besides Python packages: command -> Debian's package.
+TEST_TOOLS = {"sshd": "openssh-server", "ip": "iproute2", "mpirun.mpich": "mpich", "mpirun.openmpi": "openmpi-bin"}
+
 NETWORK_ERRORS = (OSError, http.client.HTTPException)  # urllib.error.URLError is an OSError
 
 
@@ -529,6 +532,26 @@ def download_pictures(env: Mapping[str, str]) -> None:
     say(f"{PICTURE_COUNT} pictures are in {folder}")
 
 
+def install_test_tools(env: Mapping[str, str]) -> None:
+    """Install what tests/cluster needs where apt-get may; else say what is missing. Never fails: other tests run."""
+    path = os.pathsep.join([env.get("PATH", os.defpath), "/usr/sbin", "/sbin"])  # sbin is not in everybody's PATH
+    missing = {command: package for command, package in TEST_TOOLS.items() if shutil.which(command, path=path) is None}
+    if not missing:
+        return
+    why = "that takes root on Debian or Ubuntu"
+    if os.geteuid() == 0 and shutil.which("apt-get", path=path):
+        say(f"installing {', '.join(missing.values())} for tests/cluster (Debian starts its sshd where systemd runs)")
+        quiet = {**env, "DEBIAN_FRONTEND": "noninteractive"}
+        try:
+            call(["apt-get", "-qq", "update"], quiet)
+            call(["apt-get", "-qq", "install", "--yes", "--no-install-recommends", *missing.values()], quiet)
+        except SetupError as error:
+            why = str(error)
+        else:
+            return
+    say(f"tests/cluster is skipped in part or whole: no {', '.join(missing)} here, and could not install them ({why})")
+
+
 def refresh_constraints(env: Mapping[str, str]) -> None:
     """Write constraints.txt: the newest direct dependencies that install together, per Python."""
     torch = f"torch=={env['TORCH_VERSION']}" if env.get("TORCH_VERSION") else torch_pin()
@@ -623,7 +646,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for command in (setup, enter):
         command.add_argument("--extra", action="append", default=[], help="install this extra as well")
     enter.add_argument("words", nargs="+", help="the command to run in the environment, after --")
-    for name in ("install-conda", "pictures", "constraints"):
+    for name in ("install-conda", "pictures", "constraints", "test-tools"):
         commands.add_parser(name)
     options = parser.parse_args(arguments)
     env = os.environ
@@ -642,6 +665,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             install_conda(env)
         elif options.command == "pictures":
             download_pictures(env)
+        elif options.command == "test-tools":
+            install_test_tools(env)
         else:
             refresh_constraints(env)
     except SetupError as error:

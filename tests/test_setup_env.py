@@ -355,6 +355,36 @@ def test_pictures_without_the_hub_leave_nothing(clone: Clone, tmp_path: Path, hu
     assert sorted(clone.folder.iterdir()) == before
 
 
+# ---------------------------------------------------------------- what the tests need
+
+
+def test_missing_test_tools_are_installed_by_root_and_named_to_others(
+    setup_env: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(setup_env, "TEST_TOOLS", {"sh": "dash", "no-such-command": "no-such-package"})
+    called, apt = tmp_path / "called", tmp_path / "apt-get"
+    apt.write_text(f'#!/bin/sh\necho "$@" >> {called}\n[ ! -e {tmp_path}/broken ] || exit 100\n')
+    apt.chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    monkeypatch.setenv("PATH", env["PATH"])
+    monkeypatch.setattr(setup_env.os, "geteuid", lambda: 0)
+    setup_env.install_test_tools(env)
+    update, install = called.read_text().splitlines()
+    assert update.split()[-1] == "update"
+    assert "install" in install and install.split()[-1] == "no-such-package" and "dash" not in install
+    assert "skipped" not in capfd.readouterr().out
+    (tmp_path / "broken").touch()
+    setup_env.install_test_tools(env)
+    assert "no no-such-command here" in (said := capfd.readouterr().out) and "exit code 100" in said
+    monkeypatch.setattr(setup_env.os, "geteuid", lambda: 1000)
+    called.unlink()
+    setup_env.install_test_tools(env)
+    assert "takes root on Debian" in capfd.readouterr().out and not called.exists()
+    monkeypatch.setattr(setup_env, "TEST_TOOLS", {"sh": "dash"})
+    setup_env.install_test_tools(env)
+    assert capfd.readouterr().out == ""
+
+
 # ---------------------------------------------------------------- the files
 
 

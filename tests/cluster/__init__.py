@@ -1,0 +1,1 @@
+"""Hosts on one machine, and what icom does on them."""

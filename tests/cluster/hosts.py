@@ -1,0 +1,452 @@
+"""Hosts that accept ssh, all on this machine, for tests of what runs on several.
+
+`with cluster(3) as hosts:` makes them and takes them away. A host is a set of Linux namespaces (network, processes,
+mounts, hostname, IPC) on a bridge that nothing else is connected to. It sees the machine's files, but has its own
+hostname, address, /tmp, home folder, /dev/shm, /run, /etc/hosts and users, its own processes, and its own sshd with its
+own host key. `ssh NAME` works between all of them as it does between machines that know each other: the key is in
+~/.ssh, and the other hosts' keys are in known_hosts.
+
+Nothing can stay behind. Every namespace lives as long as a process that reads a pipe whose other end this process
+holds: when the block is left, or when this process dies of whatever, the kernel ends all that ran in it and takes its
+mounts, links and files (which are in memory) along.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import IO, overload
+
+# RFC 2544 sets these addresses aside for tests of networks. The bridge is connected to nothing, so that two clusters
+# may use them at the same time.
+NETWORK = "198.18.0.{}"
+FIRST_ADDRESS = 11
+INTERFACE = "eth0"
+HOME = Path("/run/home")
+_SSH = Path("/run/ssh")  # sshd's files
+_PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
+_COMMANDS = ("bash", "ip", "mount", "nsenter", "ssh", "ssh-keygen", "sshd", "unshare")
+_NAMESPACES = ("--mount", "--uts", "--ipc", "--net", "--pid", "--fork", "--mount-proc")
+
+# What a host does first; then it waits for its pipe to close. As the first process of its process namespace it has
+# to collect the dead: the kernel does that for one who ignores SIGCHLD (which dash cannot be told, bash can).
+_INIT = r"""
+set -eu
+name=$1 home=$2 users=$3 shadow=$4
+shift 4
+hostname "$name"
+mount -t tmpfs -o mode=0700 tmpfs /mnt
+for folder in "$@"; do  # those that a private /tmp would hide
+    mkdir -p "/mnt/tmp$folder"
+    mount --rbind "$folder" "/mnt/tmp$folder"
+done
+mkdir -p /mnt/tmp/tmp
+chmod 1777 /mnt/tmp/tmp
+mount --rbind /mnt/tmp/tmp /tmp
+mkdir /mnt/cgroup
+mount --rbind /sys/fs/cgroup /mnt/cgroup
+mount -t sysfs sysfs /sys  # this network's interfaces
+mount --rbind /mnt/cgroup /sys/fs/cgroup
+umount -l /mnt
+mount -t tmpfs -o mode=1777 tmpfs /dev/shm
+mount -t tmpfs -o mode=0755 tmpfs /run
+mkdir -p -m 0700 "$home/.ssh" /run/ssh
+mkdir /run/sshd
+echo "$users" > /run/passwd
+echo "$shadow" > /run/shadow
+echo "127.0.0.1 localhost" > /run/hosts
+for file in passwd shadow hosts; do
+    chmod 0644 "/run/$file"
+    mount --bind "/run/$file" "/etc/$file"
+done
+ip link set lo up
+"""
+_WAIT = """
+trap "" CHLD
+echo ready
+exec cat
+"""
+
+
+class ClusterError(Exception):
+    """A host could not be made, or something on it that must succeed did not; says what."""
+
+
+def missing() -> list[str]:
+    """What this machine lacks to make hosts; empty when nothing."""
+    found = [f"the command {name}" for name in _COMMANDS if shutil.which(name, path=_PATH) is None]
+    if found:
+        return found
+    if os.geteuid() != 0:
+        return ["the user root"]
+    attempt = subprocess.run(["unshare", *_NAMESPACES, "true"], capture_output=True, text=True, check=False)
+    return [] if attempt.returncode == 0 else [f"the right to make namespaces ({attempt.stderr.strip()})"]
+
+
+@dataclass(frozen=True)
+class HostKey:
+    """An ed25519 key pair, as ssh-keygen writes it."""
+
+    private: str
+    public: str
+
+    @classmethod
+    def new(cls, comment: str = "") -> HostKey:
+        """A fresh pair."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "key")
+            _call(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", comment, "-f", str(path)])
+            return cls(path.read_text(), path.with_suffix(".pub").read_text().strip())
+
+
+class Command(subprocess.Popen[str]):
+    """A command that runs on a host. Signals reach the command itself, not the program that entered the host for it."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind:  # else this would wait for an end that nobody brings about any more
+            self.kill()
+        super().__exit__(kind, error, trace)
+
+    def send_signal(self, sig: int) -> None:
+        """Send a signal, unless the command has ended."""
+        if self.poll() is None:
+            for pid in _children(self.pid) or [self.pid]:
+                os.kill(pid, sig)
+
+
+@dataclass
+class _Space:
+    """Namespaces, kept alive by a process that waits for the end of its input, and the commands that entered them."""
+
+    keeper: subprocess.Popen[str]
+    commands: list[Command] = field(default_factory=list)
+
+    @classmethod
+    def make(cls, stack: ExitStack, namespaces: Sequence[str], script: str, *arguments: str) -> _Space:
+        """Namespaces that `script` has set up; they end with `stack`."""
+        words = ["unshare", *namespaces, "--kill-child=KILL", "bash", "-c", script + _WAIT, "bash", *arguments]
+        with _without_interruption():
+            keeper = subprocess.Popen(
+                words,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={"PATH": _PATH},
+                # Ctrl-C reaches who holds the pipe, not the namespaces under their feet.
+                start_new_session=True,
+            )
+            space = cls(keeper)
+            stack.callback(space.close)
+        assert keeper.stdout
+        if keeper.stdout.readline() != "ready\n":
+            raise ClusterError(f"cannot make a host: {space.close()}")
+        return space
+
+    @property
+    def pid(self) -> int:
+        """Of a process inside (but for --pid, which is its child's)."""
+        return self.keeper.pid
+
+    def close(self) -> str:
+        """End all that runs inside; the kernel has done so when this returns. Returns what the keeper complained of."""
+        errors = "" if self.keeper.returncode is not None else self.keeper.communicate()[1]
+        for command in self.commands:
+            command.wait()
+        return errors.strip()
+
+
+@dataclass
+class Host:
+    """One host of a cluster.
+
+    Attributes:
+        name: its hostname, known to the others.
+        address: its IPv4 address, known to the others under `name`.
+        key: of its sshd.
+    """
+
+    name: str
+    address: str
+    key: HostKey
+    _space: _Space
+    _switch: _Space
+    _port: str
+
+    def command(
+        self, words: Sequence[str | Path], env: Mapping[str, str] | None = None, folder: str | Path | None = None
+    ) -> list[str]:
+        """The words that run `words` on this host when run on the machine.
+
+        Args:
+            words: command and arguments.
+            env: the whole environment; the default is this process's without what points to its user's own. HOME is
+                the host's own either way.
+            folder: working directory as the host sees it; its home where there is none.
+        """
+        kept = os.environ if env is None else env
+        dropped = () if env is not None else ("SSH_AUTH_SOCK", "TMPDIR", "XDG_CACHE_HOME", "XDG_RUNTIME_DIR")
+        variables = {name: value for name, value in kept.items() if name not in dropped} | {"HOME": str(HOME)}
+        return [
+            *("nsenter", f"--target={self._space.pid}", "--mount", "--uts", "--ipc", "--net"),
+            f"--pid=/proc/{self._space.pid}/ns/pid_for_children",
+            # The signal may be blocked here, see _without_interruption.
+            *(
+                "env",
+                "-i",
+                "--default-signal=INT",
+                f"--chdir={folder or HOME}",
+                *(f"{name}={value}" for name, value in variables.items()),
+            ),
+            *map(str, words),
+        ]
+
+    def start(
+        self,
+        words: Sequence[str | Path],
+        env: Mapping[str, str] | None = None,
+        folder: str | Path | None = None,
+        output: int | IO[str] = subprocess.PIPE,
+        errors: int | IO[str] = subprocess.STDOUT,
+    ) -> Command:
+        """Start a command on this host, as `command` explains; it dies with the host."""
+        entering = self.command(words, env, folder)
+        with _without_interruption():
+            started = Command(
+                entering,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=errors,
+                text=True,
+                start_new_session=True,  # Ctrl-C is for who made the host, which then ends it
+            )
+            self._space.commands.append(started)
+        return started
+
+    def run(
+        self,
+        words: Sequence[str | Path],
+        env: Mapping[str, str] | None = None,
+        folder: str | Path | None = None,
+        timeout: float = 60,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command on this host to its end, as `command` explains; output and errors apart.
+
+        Raises:
+            subprocess.TimeoutExpired: after `timeout` seconds; the command was killed.
+        """
+        with self.start(words, env, folder, errors=subprocess.PIPE) as started:
+            output, errors = started.communicate(timeout=timeout)
+        return subprocess.CompletedProcess([*map(str, words)], started.returncode, output, errors)
+
+    def path(self, inside: str | Path) -> Path:
+        """Where the machine sees a file of this host: `path("/tmp/x")`, `path(HOME / "y")`."""
+        return Path(f"/proc/{self._space.pid}/root", *Path(inside).parts[1:])
+
+    def processes(self, pattern: str = "") -> list[int]:
+        """The machine's pids of this host's processes whose command line contains the regular expression."""
+        space = _namespace(f"{self._space.pid}/ns/pid_for_children")
+        found = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+        return sorted(
+            pid for pid in found if _namespace(f"{pid}/ns/pid") == space and re.search(pattern, _command_line(pid))
+        )
+
+    def start_sshd(self) -> None:
+        """Accept ssh. Returns when it does."""
+        self._call([shutil.which("sshd", path=_PATH) or "sshd", "-f", _SSH / "config", "-E", _SSH / "log"])
+
+    def kill_sshd(self) -> list[int]:
+        """SIGKILL for sshd: the one that listens and those of all sessions. What they started goes on. Gives pids."""
+        pids = self.processes(r"^(\S*/)?sshd\b")
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        return pids
+
+    def link_down(self) -> None:
+        """Pull the cable: what is sent is lost, without an error."""
+        self._set_link("down")
+
+    def link_up(self) -> None:
+        """Plug the cable in again."""
+        self._set_link("up")
+
+    def _call(self, words: Sequence[str | Path]) -> None:
+        _check(self.run(words, {"PATH": _PATH}))
+
+    def _set_link(self, state: str) -> None:
+        _call(["nsenter", f"--target={self._switch.pid}", "--net", "ip", "link", "set", self._port, state])
+
+
+@dataclass
+class Cluster(Sequence[Host]):
+    """Hosts in the order they came; made by `cluster`."""
+
+    _switch: _Space
+    _stack: ExitStack
+    _show: tuple[Path, ...]
+    _client: HostKey = field(default_factory=lambda: HostKey.new("test cluster"))
+    _hosts: list[Host] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self._hosts)
+
+    @overload
+    def __getitem__(self, index: int) -> Host: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Host]: ...
+
+    def __getitem__(self, index: int | slice) -> Host | list[Host]:
+        return self._hosts[index]
+
+    def __iter__(self) -> Iterator[Host]:
+        return iter(self._hosts)
+
+    def add(self, name: str | None = None, key: HostKey | None = None) -> Host:
+        """One more host, which accepts ssh and which all others know.
+
+        Args:
+            name: default node1, node2, … by place.
+            key: of its sshd; default a new one.
+        """
+        number = len(self._hosts)
+        name = name or f"node{number}"
+        key = key or HostKey.new(name)
+        users = "\n".join(_home(line) for line in Path("/etc/passwd").read_text().splitlines())
+        # An account that is locked may not log in, not even with a key.
+        arguments = [name, str(HOME), users, "root:*:1::::::", *map(str, self._show)]
+        space = _Space.make(self._stack, _NAMESPACES, _INIT, *arguments)
+        host = Host(name, NETWORK.format(FIRST_ADDRESS + number), key, space, self._switch, f"port{number}")
+        self._connect(host)
+        files = {
+            _SSH / "host_key": key.private,
+            _SSH / "config": textwrap.dedent(f"""\
+                ListenAddress {host.address}
+                HostKey {_SSH / "host_key"}
+                PidFile none
+                UsePAM no
+                PermitRootLogin prohibit-password
+                PasswordAuthentication no
+                KbdInteractiveAuthentication no
+                """),
+            HOME / ".ssh/authorized_keys": self._client.public + "\n",
+            HOME / ".ssh/id_ed25519": self._client.private,
+        }
+        for file, content in files.items():
+            path = host.path(file)
+            path.touch(mode=0o600)
+            path.write_text(content)
+        host.start_sshd()
+        self._hosts.append(host)
+        self._introduce()
+        return host
+
+    def _connect(self, host: Host) -> None:
+        plug = f"plug{len(self._hosts)}"
+        switch = ["nsenter", f"--target={self._switch.pid}", "--net"]
+        pair = ["type", "veth", "peer", "name", plug, "netns", str(host._space.pid)]
+        _call([*switch, "ip", "link", "add", host._port, *pair])
+        _call([*switch, "ip", "link", "set", host._port, "master", "switch", "up"])
+        for words in (
+            f"ip link set {plug} name {INTERFACE}",
+            f"ip address add {host.address}/24 dev {INTERFACE}",
+            f"ip link set {INTERFACE} up",
+        ):
+            host._call(words.split())
+
+    def _introduce(self) -> None:
+        """Tell all hosts of each other."""
+        names = "".join(f"{host.address} {host.name}\n" for host in self)
+        keys = "".join(f"{host.name},{host.address} {host.key.public}\n" for host in self)
+        config = "".join(f"Host {host.name}\n  HostName {host.address}\n" for host in self)
+        config += "Host *\n  User root\n  StrictHostKeyChecking yes\n"
+        for host in self:
+            host.path("/run/hosts").write_text(f"127.0.0.1 localhost\n{names}")
+            host.path(HOME / ".ssh/known_hosts").write_text(keys)
+            host.path(HOME / ".ssh/config").write_text(config)
+
+
+@contextmanager
+def cluster(count: int, show: Iterable[str | Path] = ()) -> Iterator[Cluster]:
+    """Hosts node0, node1, … that know each other and accept ssh; gone afterwards.
+
+    Args:
+        count: how many; `Cluster.add` makes more.
+        show: folders below /tmp that all hosts see. The current folder and Python's own are among them anyway; the
+            rest of /tmp is not, each host having one of its own.
+
+    Raises:
+        ClusterError: something is `missing`, or making a host failed.
+    """
+    if lacking := missing():
+        raise ClusterError(f"cannot make hosts on this machine: it lacks {', '.join(lacking)}")
+    shown = {Path(folder).resolve() for folder in (*show, Path.cwd(), sys.prefix, sys.base_prefix)}
+    below = tuple(sorted(folder for folder in shown if folder.is_relative_to("/tmp")))
+    with ExitStack() as stack:
+        switch = _Space.make(stack, ["--net"], "set -e\nip link add switch type bridge\nip link set switch up\n")
+        hosts = Cluster(switch, stack, below)
+        for _ in range(count):
+            hosts.add()
+        yield hosts
+
+
+@contextmanager
+def _without_interruption() -> Iterator[None]:
+    """Ctrl-C waits: a process that was started and not noted yet would be lost. What starts meanwhile inherits that."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _home(line: str) -> str:
+    """A line of /etc/passwd, with root's home where each host has its own."""
+    fields = line.split(":")
+    return ":".join([*fields[:5], str(HOME), "/bin/sh"]) if fields[0] == "root" else line
+
+
+def _namespace(entry: str) -> str:
+    try:
+        return str(Path("/proc", entry).readlink())
+    except OSError:  # it has ended
+        return ""
+
+
+def _children(parent: int) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):  # it has ended
+            if entry.name.isdigit() and int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == parent:
+                found.append(int(entry.name))
+    return found
+
+
+def _command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:  # it has ended
+        return ""
+
+
+def _call(words: Sequence[str]) -> None:
+    _check(subprocess.run(words, capture_output=True, text=True, check=False, env={"PATH": _PATH}))
+
+
+def _check(done: subprocess.CompletedProcess[str]) -> None:
+    if done.returncode:
+        raise ClusterError(f"exit code {done.returncode} from {json.dumps(done.args)}: {done.stderr.strip()}")

@@ -279,12 +279,11 @@ def end_mpirun(pid: int, create_time: float) -> None:
         started = [mpirun, *mpirun.children(recursive=True)]
     except psutil.NoSuchProcess:
         return
-    own = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
     _, left = psutil.wait_procs([mpirun], REAP_SECONDS)
     if left:
         for end in (psutil.Process.terminate, psutil.Process.kill):
             for process in started:
-                if process == mpirun or process.pid not in own:
+                if process.pid != os.getpid():
                     with contextlib.suppress(psutil.NoSuchProcess):
                         end(process)
             psutil.wait_procs(started, REAP_SECONDS)

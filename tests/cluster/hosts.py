@@ -13,7 +13,6 @@ mounts, links and files (which are in memory) along.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -23,11 +22,12 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import IO, overload
+
+from tests.cluster.namespaces import PATH, ClusterError, Command, Space, call, check, without_interruption
 
 # RFC 2544 sets these addresses aside for tests of networks. The bridge is connected to nothing, so that two clusters
 # may use them at the same time.
@@ -36,12 +36,10 @@ FIRST_ADDRESS = 11
 INTERFACE = "eth0"
 HOME = Path("/run/home")
 _SSH = Path("/run/ssh")  # sshd's files
-_PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
 _COMMANDS = ("bash", "ip", "mount", "nsenter", "ssh", "ssh-keygen", "sshd", "unshare")
 _NAMESPACES = ("--mount", "--uts", "--ipc", "--net", "--pid", "--fork", "--mount-proc")
 
-# What a host does first; then it waits for its pipe to close. As the first process of its process namespace it has
-# to collect the dead: the kernel does that for one who ignores SIGCHLD (which dash cannot be told, bash can).
+# What a host does first.
 _INIT = r"""
 set -eu
 name=$1 home=$2 users=$3 shadow=$4
@@ -73,20 +71,11 @@ for file in passwd shadow hosts; do
 done
 ip link set lo up
 """
-_WAIT = """
-trap "" CHLD
-echo ready
-exec cat
-"""
-
-
-class ClusterError(Exception):
-    """A host could not be made, or something on it that must succeed did not; says what."""
 
 
 def missing() -> list[str]:
     """What this machine lacks to make hosts; empty when nothing."""
-    found = [f"the command {name}" for name in _COMMANDS if shutil.which(name, path=_PATH) is None]
+    found = [f"the command {name}" for name in _COMMANDS if shutil.which(name, path=PATH) is None]
     if found:
         return found
     if os.geteuid() != 0:
@@ -107,67 +96,8 @@ class HostKey:
         """A fresh pair."""
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "key")
-            _call(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", comment, "-f", str(path)])
+            call(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", comment, "-f", str(path)])
             return cls(path.read_text(), path.with_suffix(".pub").read_text().strip())
-
-
-class Command(subprocess.Popen[str]):
-    """A command that runs on a host. Signals reach the command itself, not the program that entered the host for it."""
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind:  # else this would wait for an end that nobody brings about any more
-            self.kill()
-        super().__exit__(kind, error, trace)
-
-    def send_signal(self, sig: int) -> None:
-        """Send a signal, unless the command has ended."""
-        if self.poll() is None:
-            for pid in _children(self.pid) or [self.pid]:
-                os.kill(pid, sig)
-
-
-@dataclass
-class _Space:
-    """Namespaces, kept alive by a process that waits for the end of its input, and the commands that entered them."""
-
-    keeper: subprocess.Popen[str]
-    commands: list[Command] = field(default_factory=list)
-
-    @classmethod
-    def make(cls, stack: ExitStack, namespaces: Sequence[str], script: str, *arguments: str) -> _Space:
-        """Namespaces that `script` has set up; they end with `stack`."""
-        words = ["unshare", *namespaces, "--kill-child=KILL", "bash", "-c", script + _WAIT, "bash", *arguments]
-        with _without_interruption():
-            keeper = subprocess.Popen(
-                words,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env={"PATH": _PATH},
-                # Ctrl-C reaches who holds the pipe, not the namespaces under their feet.
-                start_new_session=True,
-            )
-            space = cls(keeper)
-            stack.callback(space.close)
-        assert keeper.stdout
-        if keeper.stdout.readline() != "ready\n":
-            raise ClusterError(f"cannot make a host: {space.close()}")
-        return space
-
-    @property
-    def pid(self) -> int:
-        """Of a process inside (but for --pid, which is its child's)."""
-        return self.keeper.pid
-
-    def close(self) -> str:
-        """End all that runs inside; the kernel has done so when this returns. Returns what the keeper complained of."""
-        errors = "" if self.keeper.returncode is not None else self.keeper.communicate()[1]
-        for command in self.commands:
-            command.wait()
-        return errors.strip()
 
 
 @dataclass
@@ -183,8 +113,8 @@ class Host:
     name: str
     address: str
     key: HostKey
-    _space: _Space
-    _switch: _Space
+    _space: Space
+    _switch: Space
     _port: str
 
     def command(
@@ -204,7 +134,7 @@ class Host:
         return [
             *("nsenter", f"--target={self._space.pid}", "--mount", "--uts", "--ipc", "--net"),
             f"--pid=/proc/{self._space.pid}/ns/pid_for_children",
-            # The signal may be blocked here, see _without_interruption.
+            # The signal may be blocked here, see without_interruption.
             *(
                 "env",
                 "-i",
@@ -225,7 +155,7 @@ class Host:
     ) -> Command:
         """Start a command on this host, as `command` explains; it dies with the host."""
         entering = self.command(words, env, folder)
-        with _without_interruption():
+        with without_interruption():
             started = Command(
                 entering,
                 stdin=subprocess.DEVNULL,
@@ -267,7 +197,7 @@ class Host:
 
     def start_sshd(self) -> None:
         """Accept ssh. Returns when it does."""
-        self._call([shutil.which("sshd", path=_PATH) or "sshd", "-f", _SSH / "config", "-E", _SSH / "log"])
+        self._call([shutil.which("sshd", path=PATH) or "sshd", "-f", _SSH / "config", "-E", _SSH / "log"])
 
     def kill_sshd(self) -> list[int]:
         """SIGKILL for sshd: the one that listens and those of all sessions. What they started goes on. Gives pids."""
@@ -285,17 +215,17 @@ class Host:
         self._set_link("up")
 
     def _call(self, words: Sequence[str | Path]) -> None:
-        _check(self.run(words, {"PATH": _PATH}))
+        check(self.run(words, {"PATH": PATH}))
 
     def _set_link(self, state: str) -> None:
-        _call(["nsenter", f"--target={self._switch.pid}", "--net", "ip", "link", "set", self._port, state])
+        call(["nsenter", f"--target={self._switch.pid}", "--net", "ip", "link", "set", self._port, state])
 
 
 @dataclass
 class Cluster(Sequence[Host]):
     """Hosts in the order they came; made by `cluster`."""
 
-    _switch: _Space
+    _switch: Space
     _stack: ExitStack
     _show: tuple[Path, ...]
     _client: HostKey = field(default_factory=lambda: HostKey.new("test cluster"))
@@ -329,7 +259,7 @@ class Cluster(Sequence[Host]):
         users = "\n".join(_home(line) for line in Path("/etc/passwd").read_text().splitlines())
         # An account that is locked may not log in, not even with a key.
         arguments = [name, str(HOME), users, "root:*:1::::::", *map(str, self._show)]
-        space = _Space.make(self._stack, _NAMESPACES, _INIT, *arguments)
+        space = Space.make(self._stack, _NAMESPACES, _INIT, *arguments)
         host = Host(name, NETWORK.format(FIRST_ADDRESS + number), key, space, self._switch, f"port{number}")
         self._connect(host)
         files = {
@@ -359,8 +289,8 @@ class Cluster(Sequence[Host]):
         plug = f"plug{len(self._hosts)}"
         switch = ["nsenter", f"--target={self._switch.pid}", "--net"]
         pair = ["type", "veth", "peer", "name", plug, "netns", str(host._space.pid)]
-        _call([*switch, "ip", "link", "add", host._port, *pair])
-        _call([*switch, "ip", "link", "set", host._port, "master", "switch", "up"])
+        call([*switch, "ip", "link", "add", host._port, *pair])
+        call([*switch, "ip", "link", "set", host._port, "master", "switch", "up"])
         for words in (
             f"ip link set {plug} name {INTERFACE}",
             f"ip address add {host.address}/24 dev {INTERFACE}",
@@ -397,21 +327,11 @@ def cluster(count: int, show: Iterable[str | Path] = ()) -> Iterator[Cluster]:
     shown = {Path(folder).resolve() for folder in (*show, Path.cwd(), sys.prefix, sys.base_prefix)}
     below = tuple(sorted(folder for folder in shown if folder.is_relative_to("/tmp")))
     with ExitStack() as stack:
-        switch = _Space.make(stack, ["--net"], "set -e\nip link add switch type bridge\nip link set switch up\n")
+        switch = Space.make(stack, ["--net"], "set -e\nip link add switch type bridge\nip link set switch up\n")
         hosts = Cluster(switch, stack, below)
         for _ in range(count):
             hosts.add()
         yield hosts
-
-
-@contextmanager
-def _without_interruption() -> Iterator[None]:
-    """Ctrl-C waits: a process that was started and not noted yet would be lost. What starts meanwhile inherits that."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _home(line: str) -> str:
@@ -427,26 +347,8 @@ def _namespace(entry: str) -> str:
         return ""
 
 
-def _children(parent: int) -> list[int]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        with suppress(OSError):  # it has ended
-            if entry.name.isdigit() and int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == parent:
-                found.append(int(entry.name))
-    return found
-
-
 def _command_line(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:  # it has ended
         return ""
-
-
-def _call(words: Sequence[str]) -> None:
-    _check(subprocess.run(words, capture_output=True, text=True, check=False, env={"PATH": _PATH}))
-
-
-def _check(done: subprocess.CompletedProcess[str]) -> None:
-    if done.returncode:
-        raise ClusterError(f"exit code {done.returncode} from {json.dumps(done.args)}: {done.stderr.strip()}")

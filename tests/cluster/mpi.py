@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import HOME, Command, Host
+from tests.cluster.hosts import HOME, Host
+from tests.cluster.namespaces import Command
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent

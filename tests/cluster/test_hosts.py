@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import HOME, Cluster, ClusterError, Host, HostKey, cluster
+from tests.cluster.hosts import HOME, Cluster, Host, HostKey, cluster
+from tests.cluster.namespaces import ClusterError
 
 ROOT = Path(__file__).parents[2]
 ENV = {"PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"}

@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.cluster.hosts import HOME, Cluster, Command, Host, cluster
+from tests.cluster.hosts import HOME, Cluster, Host, cluster
 from tests.cluster.mpi import MPICH, OUTPUT, Run, finish, launch, metrics, ranks, start, write_hosts_file
+from tests.cluster.namespaces import Command
 
 GLOBAL_BATCH = 6
 VARIANTS = 10  # of the bundled pictures: five, and each mirrored

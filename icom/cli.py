@@ -31,6 +31,18 @@ from icom.errors import IcomError
 from icom.files import is_full, write_error
 from icom.launch.config import LaunchEnvConfig, LaunchMpirunConfig
 from icom.signals import STOPPED, stopping_at_once
+from provisioning.config import (
+    ProvisionConfig,
+    PullConfig,
+    PushConfig,
+    RunConfig,
+    SshConfig,
+    StartConfig,
+    StatusConfig,
+    StopConfig,
+    TeardownConfig,
+    load_provision_config,
+)
 
 COMMANDS: dict[str, tuple[Any, str]] = {
     "demo": (DemoConfig, "icom.demo:demo"),
@@ -41,6 +53,15 @@ COMMANDS: dict[str, tuple[Any, str]] = {
     "doctor": (DoctorConfig, "icom.doctor:doctor"),
     "launch mpirun": (LaunchMpirunConfig, "icom.launch.commands:launch_mpirun"),
     "launch env": (LaunchEnvConfig, "icom.launch.commands:launch_env"),
+    "provision": (ProvisionConfig, "provisioning.provision:provision"),
+    "status": (StatusConfig, "provisioning.power:status"),
+    "ssh": (SshConfig, "provisioning.remote:ssh"),
+    "run": (RunConfig, "provisioning.remote:run"),
+    "push": (PushConfig, "provisioning.remote:push"),
+    "pull": (PullConfig, "provisioning.remote:pull"),
+    "start": (StartConfig, "provisioning.power:start"),
+    "stop": (StopConfig, "provisioning.power:stop"),
+    "teardown": (TeardownConfig, "provisioning.teardown:teardown"),
 }
 """Command -> (its options, the function that runs it)."""
 
@@ -88,6 +109,8 @@ def run(argv: list[str]) -> None:
 
             print(to_yaml(config), end="")
             return
+    if isinstance(config, ProvisionConfig):
+        config = load_provision_config(config, given_options(argv, ProvisionConfig))
     for options, target in COMMANDS.values():
         if isinstance(config, options):
             module, function = target.split(":")
@@ -116,9 +139,9 @@ def parse(argv: list[str]) -> Any:
     )
 
 
-def given_options(argv: Sequence[str]) -> list[str]:
-    """Names of the training options that stand in `argv`, whichever spelling (--a_b, --a-b, --no_a, --a=1)."""
-    names = {f.name for f in fields(TrainConfig)}
+def given_options(argv: Sequence[str], options: Any = TrainConfig) -> list[str]:
+    """Names of the options that stand in `argv`, whichever spelling (--a_b, --a-b, --no_a, --a=1)."""
+    names = {f.name for f in fields(options)}
     given = []
     for word in argv:
         name = word.removeprefix("--").split("=")[0].replace("-", "_")

@@ -39,10 +39,11 @@ def _stop_at_once(number: int, frame: FrameType | None) -> None:
 class StopRequest:
     """Context manager that turns the first SIGINT or SIGTERM into a request that the loop asks for.
 
-    A second signal acts as it would have without us.
+    A second signal acts as it would have without us. `doing` tells the user what happens after the first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, doing: str = "finishing this step, then saving") -> None:
+        self.doing = doing
         self.signal_number: int | None = None
         self._before: dict[int, Any] = {}
 
@@ -60,7 +61,7 @@ class StopRequest:
         self.signal_number = number
         self._restore()
         name = signal.Signals(number).name
-        print(f"\nicom: {name}: finishing this step, then saving (again: stop at once).", file=sys.stderr)
+        print(f"\nicom: {name}: {self.doing} (again: stop at once).", file=sys.stderr)
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

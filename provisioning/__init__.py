@@ -1,1 +1,1 @@
-"""EC2 clusters for icom. Empty in this release: `icom provision` is not built yet (see CHANGELOG.md)."""
+"""EC2 clusters for icom: plan, make, look at, stop, start, tear down. Knows nothing of training (docs/aws.md)."""

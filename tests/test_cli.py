@@ -98,8 +98,32 @@ SURFACE = {
     "doctor": {"output_dir", "cache_dir", "json"},
     "launch mpirun": {"training_options", "hosts", "n", "ppn", "accelerate_config", "mpi", "dry_run"},
     "launch env": {"hosts", "mpi"},
+    "provision": {
+        *("cluster", "region", "profile", "count", "instance_type", "ami", "ssh_user", "subnet", "volume_gb", "spot"),
+        *("placement_group", "capacity_reservation", "efa", "key_name", "key_file", "instance_profile", "ssh_from"),
+        *("ssh_from_anywhere", "address_url", "private_ip", "max_hours", "setup", "wait_minutes", "keep_on_failure"),
+        *("dry_run", "yes", "config"),
+    },
+    "status": {"cluster", "region", "profile"},
+    "ssh": {"cluster", "region", "profile", "node"},
+    "run": {"cluster", "region", "profile", "node", "command"},
+    "push": {"cluster", "region", "profile", "node", "source", "target"},
+    "pull": {"cluster", "region", "profile", "node", "source", "target"},
+    "start": {"cluster", "region", "profile", "wait_minutes"},
+    "stop": {"cluster", "region", "profile", "wait_minutes"},
+    "teardown": {"cluster", "region", "profile", "wait_minutes", "all_images", "yes"},
 }
 """People's scripts rely on these: adding one means adding it here, removing one is a breaking change."""
+
+POSITIONAL = {
+    "params": {"model"},
+    "launch mpirun": {"training_options"},
+    "ssh": {"node"},
+    "run": {"command"},
+    "push": {"source", "target"},
+    "pull": {"source", "target"},
+}
+"""Those that are given without their names."""
 
 
 def test_surface_is_frozen() -> None:
@@ -132,7 +156,7 @@ def test_help_is_fast_and_loads_no_torch() -> None:
 def test_help_explains_every_option(command: str, icom: Icom) -> None:
     result = icom(*command.split(), "--help")
     assert result.code == 0
-    for option in SURFACE[command] - {"model", "training_options"}:
+    for option in SURFACE[command] - POSITIONAL.get(command, set()):
         assert f"--{option}" in result.out
 
 

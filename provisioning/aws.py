@@ -1,0 +1,195 @@
+"""The connection to AWS: clients that retry, stop when asked to, and errors in the user's terms."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from icom.errors import IcomError, UsageError
+
+PRICING_REGION = "us-east-1"  # the price list has endpoints in few regions; this one has all regions' prices
+POLICY = "provisioning/iam_policy.json"
+
+# What EC2 answers for a while about things that exist since seconds.
+NOT_YET = (
+    "InvalidGroup.NotFound",
+    "InvalidKeyPair.NotFound",
+    "InvalidPlacementGroup.Unknown",
+    "InvalidInstanceID.NotFound",
+)
+VISIBLE_TRIES = 8
+VISIBLE_SECONDS = 2.0
+POLL_SECONDS = 5
+
+CREDENTIALS_HELP = (
+    "Check them with `aws sts get-caller-identity`; get new ones with `aws sso login` or `aws configure`."
+)
+EXPIRED = ("ExpiredToken", "ExpiredTokenException", "RequestExpired")
+REJECTED = ("AuthFailure", "InvalidClientTokenId", "SignatureDoesNotMatch", "UnrecognizedClientException")
+FORBIDDEN = ("UnauthorizedOperation", "AccessDenied", "AccessDeniedException")
+QUOTA = ("VcpuLimitExceeded", "InstanceLimitExceeded", "MaxSpotInstanceCountExceeded", "SecurityGroupLimitExceeded")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Aws:
+    """Clients of one region; all of them retry throttling and transient errors, a limited number of times."""
+
+    region: str
+    ec2: Any
+    ssm: Any
+    quotas: Any
+    pricing: Any
+
+
+def connect(region: str | None, profile: str | None, check: Callable[[], None] = lambda: None) -> Aws:
+    """Make the clients; asks AWS nothing.
+
+    Args:
+        region: None takes the session's.
+        profile: in ~/.aws; None takes the session's.
+        check: called before every request; what it raises stops the call.
+
+    Raises:
+        UsageError: boto3 is not installed, no region, or an unknown one; no such profile; no credentials.
+    """
+    try:
+        import boto3
+    except ModuleNotFoundError:
+        raise UsageError("This needs boto3: make setup-master EXTRAS=aws") from None
+    from botocore.config import Config
+    from botocore.exceptions import ProfileNotFound
+
+    try:
+        session = boto3.session.Session(region_name=region or os.environ.get("AWS_REGION"), profile_name=profile)
+    except ProfileNotFound as error:
+        raise UsageError(
+            f"{error}. Known: {', '.join(boto3.session.Session().available_profiles) or 'none'}."
+        ) from None
+    name = session.region_name
+    if name is None:
+        raise UsageError("Which region? Give --region, for instance --region eu-central-1, or set AWS_REGION.")
+    regions = [r for part in session.get_available_partitions() for r in session.get_available_regions("ec2", part)]
+    if name not in regions:
+        near = difflib.get_close_matches(name, regions, n=1)
+        hint = f"Did you mean {near[0]}?" if near else "See `aws ec2 describe-regions`."
+        raise UsageError(f"AWS has no region {name}. {hint}")
+    if session.get_credentials() is None:
+        raise UsageError("No AWS credentials. Run `aws configure` or `aws sso login`, or set AWS_PROFILE.")
+    # Both: before-call comes once per call, before-send with each of its attempts.
+    for event in ("before-call", "before-send"):
+        session.events.register(event, lambda **_: check())
+    config = Config(retries={"mode": "standard", "max_attempts": 8}, connect_timeout=10, read_timeout=60)
+    # Prices are worth one attempt: there is a table for when they do not come.
+    hasty = Config(retries={"mode": "standard", "max_attempts": 1}, connect_timeout=5, read_timeout=10)
+    return Aws(
+        name,
+        session.client("ec2", region_name=name, config=config),
+        session.client("ssm", region_name=name, config=config),
+        session.client("service-quotas", region_name=name, config=config),
+        session.client("pricing", region_name=PRICING_REGION, config=hasty),
+    )
+
+
+def pages(client: Any, operation: str, key: str, **request: Any) -> list[dict[str, Any]]:
+    """All items under `key` of an operation that answers in pages."""
+    return [item for page in client.get_paginator(operation).paginate(**request) for item in page[key]]
+
+
+def filters(**values: str | list[str]) -> list[dict[str, Any]]:
+    """EC2's form of `name=value(s)`; `tag_` stands for `tag:icom:`, other underscores for hyphens."""
+    made = []
+    for name, value in values.items():
+        ours = f"tag:icom:{name.removeprefix('tag_')}" if name.startswith("tag_") else name.replace("_", "-")
+        made.append({"Name": ours, "Values": [value] if isinstance(value, str) else value})
+    return made
+
+
+def error_code(error: Exception) -> str:
+    """The code of a botocore ClientError, such as InvalidGroup.NotFound; "" for other errors."""
+    response = getattr(error, "response", None)
+    return str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
+
+
+def when_visible(call: Callable[[], T], codes: Collection[str] = NOT_YET) -> T:
+    """Make a call about things that were made just now, which EC2 may not know everywhere for some seconds."""
+    from botocore.exceptions import ClientError
+
+    for _ in range(VISIBLE_TRIES - 1):
+        try:
+            return call()
+        except ClientError as error:
+            if error_code(error) not in codes:
+                raise
+        time.sleep(VISIBLE_SECONDS)
+    return call()
+
+
+def wait_for(aws: Aws, waiter: str, ids: Collection[str], minutes: float) -> None:
+    """Wait with one of botocore's waiters for instances.
+
+    Args:
+        aws: the connection.
+        waiter: instance_running, instance_stopped or instance_terminated.
+        ids: of the instances; none is fine.
+        minutes: how long at most.
+
+    Raises:
+        IcomError: the time is over, or one of them went another way; says which, and EC2's reason.
+    """
+    from botocore.exceptions import WaiterError
+
+    if not ids:
+        return
+    limits = {"Delay": POLL_SECONDS, "MaxAttempts": max(1, round(minutes * 60 / POLL_SECONDS))}
+    try:
+        aws.ec2.get_waiter(waiter).wait(InstanceIds=list(ids), WaiterConfig=limits)
+    except WaiterError as error:
+        wanted = waiter.removeprefix("instance_")
+        late = [
+            f"{instance['InstanceId']} is {instance['State']['Name']}"
+            + (f" ({reason})" if (reason := instance.get("StateReason", {}).get("Message")) else "")
+            for reservation in error.last_response.get("Reservations", [])
+            for instance in reservation["Instances"]
+            if instance["State"]["Name"] != wanted
+        ]
+        raise IcomError(f"Not {wanted} in {minutes:g} minutes (--wait_minutes): {'; '.join(late) or error}") from error
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Turn botocore's errors into IcomError: what was refused, why, and what to do."""
+    from botocore import exceptions
+    from botocore.parsers import ResponseParserError
+
+    try:
+        yield
+    except exceptions.ClientError as error:
+        raise _explain(error) from error
+    except (exceptions.NoCredentialsError, exceptions.PartialCredentialsError) as error:
+        raise UsageError(f"No complete AWS credentials: {error}. {CREDENTIALS_HELP}") from error
+    except exceptions.TokenRetrievalError as error:
+        raise IcomError(f"AWS credentials cannot be renewed: {error}. {CREDENTIALS_HELP}") from error
+    except (exceptions.BotoCoreError, ResponseParserError) as error:
+        raise IcomError(f"AWS could not be asked: {error}. Check the network and --region.") from error
+
+
+def _explain(error: Any) -> IcomError:
+    code, operation = error_code(error), error.operation_name
+    text = error.response["Error"].get("Message", "").strip()
+    said = f"{operation}: {code}: {text}"
+    if code in EXPIRED:
+        return IcomError(f"The AWS credentials have expired ({said}). {CREDENTIALS_HELP}")
+    if code in REJECTED:
+        return IcomError(f"AWS does not accept these credentials ({said}). {CREDENTIALS_HELP}")
+    if code in FORBIDDEN:
+        return IcomError(f"These credentials may not do that ({said}). What icom needs stands in {POLICY}.")
+    if code in QUOTA:
+        return IcomError(f"Over the account's quota ({said}). Ask for more: Service Quotas in the AWS console.")
+    return IcomError(f"AWS refused {said}")

@@ -1,0 +1,130 @@
+"""What exists of a cluster, read from the tags in EC2: the only place where that is known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from icom.errors import IcomError
+from provisioning.aws import Aws, filters, pages
+
+TAG_CLUSTER = "icom:cluster"
+TAG_ROLE = "icom:role"
+TAG_RUN = "icom:run"
+MASTER = "master"
+ALIVE = ["pending", "running", "stopping", "stopped"]  # "shutting-down" and "terminated" do not come back
+
+
+@dataclass(frozen=True)
+class Node:
+    """One instance of a cluster."""
+
+    id: str
+    role: str
+    run: str
+    state: str
+    type: str
+    image: str
+    zone: str
+    subnet: str
+    vpc: str
+    private_ip: str | None
+    public_ip: str | None
+    spot: bool
+    since: datetime
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What carries a cluster's tag. Names of key pair and placement group are icom-NAME where they exist."""
+
+    name: str
+    nodes: tuple[Node, ...]
+    group: dict[str, Any] | None
+    """The security group, as DescribeSecurityGroups tells it."""
+    key: dict[str, Any] | None
+    placement: str | None
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing at all."""
+        return not (self.nodes or self.group or self.key or self.placement)
+
+
+def role_names(count: int) -> list[str]:
+    """master, worker-1, … of a cluster of `count` nodes."""
+    return [MASTER, *(f"worker-{i}" for i in range(1, count))]
+
+
+def resource_name(cluster: str) -> str:
+    """Name of the cluster's security group, key pair and placement group."""
+    return f"icom-{cluster}"
+
+
+def tags_of(resource: dict[str, Any]) -> dict[str, str]:
+    """Tags of a resource that EC2 described."""
+    return {tag["Key"]: tag["Value"] for tag in resource.get("Tags", [])}
+
+
+def find_cluster(aws: Aws, name: str, run: str | None = None) -> Cluster:
+    """Read what carries the cluster's tag; with `run`, only what that call of `icom provision` made."""
+    mine = filters(tag_cluster=name) + (filters(tag_run=run) if run else [])
+    nodes = find_nodes(aws, mine)
+    groups = pages(aws.ec2, "describe_security_groups", "SecurityGroups", Filters=mine)
+    keys = aws.ec2.describe_key_pairs(Filters=mine)["KeyPairs"]
+    placements = aws.ec2.describe_placement_groups(Filters=mine)["PlacementGroups"]
+    placements = [p for p in placements if p["State"] in ("pending", "available")]
+    return Cluster(
+        name,
+        tuple(nodes),
+        groups[0] if groups else None,
+        keys[0] if keys else None,
+        placements[0]["GroupName"] if placements else None,
+    )
+
+
+def check_roles(cluster: Cluster) -> None:
+    """Refuse a cluster in which two live nodes have the same role.
+
+    Raises:
+        IcomError: with the command that mends it.
+    """
+    for first, second in zip(cluster.nodes, cluster.nodes[1:], strict=False):
+        if first.role == second.role:
+            raise IcomError(
+                f"Two nodes of {cluster.name} are its {first.role}: {first.id} and {second.id}. Two calls of icom "
+                f"provision ran at once. End one: aws ec2 terminate-instances --instance-ids {second.id}"
+            )
+
+
+def find_nodes(aws: Aws, mine: list[dict[str, Any]], states: list[str] | None = None) -> list[Node]:
+    """Instances that match the filters and are in one of the states (default: ALIVE), master first."""
+    wanted = mine + filters(instance_state_name=states or ALIVE)
+    reservations = pages(aws.ec2, "describe_instances", "Reservations", Filters=wanted)
+    nodes = [_node(instance) for reservation in reservations for instance in reservation["Instances"]]
+    return sorted(nodes, key=lambda node: (*_rank(node.role), node.since))
+
+
+def _rank(role: str) -> tuple[int, str]:
+    number = role.removeprefix("worker-")
+    return (0 if role == MASTER else int(number) if number.isdigit() else 10**9, role)
+
+
+def _node(instance: dict[str, Any]) -> Node:
+    tags = tags_of(instance)
+    return Node(
+        id=instance["InstanceId"],
+        role=tags.get(TAG_ROLE, "?"),
+        run=tags.get(TAG_RUN, "?"),
+        state=instance["State"]["Name"],
+        type=instance["InstanceType"],
+        image=instance["ImageId"],
+        zone=instance["Placement"]["AvailabilityZone"],
+        subnet=instance.get("SubnetId", ""),
+        vpc=instance.get("VpcId", ""),
+        private_ip=instance.get("PrivateIpAddress"),
+        public_ip=instance.get("PublicIpAddress"),
+        spot=instance.get("InstanceLifecycle") == "spot",
+        since=instance["LaunchTime"],
+    )

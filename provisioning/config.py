@@ -1,0 +1,265 @@
+"""What the commands for EC2 clusters can be told. Imports nothing heavy: `icom --help` reads it."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from icom.config import read_yaml
+from icom.errors import UsageError
+
+CLUSTER_NAME = re.compile(r"[a-z][a-z0-9-]{0,31}")
+ANYWHERE = ipaddress.IPv4Network("0.0.0.0/0")
+
+
+@dataclass(kw_only=True)
+class WhereConfig:
+    """Which cluster, in which region, with whose credentials."""
+
+    cluster: str = "icom"
+    """Name of the cluster: small letters, digits and hyphens."""
+    region: str | None = None
+    """AWS region. Default: $AWS_REGION, $AWS_DEFAULT_REGION or the profile's."""
+    profile: str | None = None
+    """Profile in ~/.aws. Default: $AWS_PROFILE, or the credentials in the environment."""
+
+
+@dataclass(kw_only=True)
+class ProvisionConfig(WhereConfig):
+    """Make an EC2 cluster, or finish one. Shows a plan with its prices first. Needs the extra `aws`; see docs/aws.md.
+
+    Example: icom provision --count 3 --max_hours 8
+    """
+
+    count: int = 1
+    """Nodes in all: 3 is a master and two workers."""
+    instance_type: str = "m7i.4xlarge"
+    """EC2 type of all nodes. GPU types get a Deep Learning base image."""
+    ami: str | None = None
+    """Image to start from. Default: that of the cluster's nodes, else the current Ubuntu 24.04 or GPU image of AWS."""
+    ssh_user: str = "ubuntu"
+    """User that the image lets in by ssh."""
+    subnet: list[str] = field(default_factory=list)
+    """Subnets to try in this order, of one VPC. Default: the default VPC's, one per zone that has the type."""
+    volume_gb: int = 250
+    """Size of each node's encrypted gp3 disk."""
+    spot: bool = False
+    """Spot instances: cheaper, and AWS may end them at any time. They cannot be stopped and started."""
+    placement_group: bool = False
+    """Place the nodes near each other in one zone (cluster placement group)."""
+    capacity_reservation: str | None = None
+    """Id of a capacity reservation or capacity block to start in."""
+    efa: bool = False
+    """Elastic Fabric Adapter on the first network card, for types that have it."""
+    key_name: str | None = None
+    """EC2 key pair of yours to log in with. Default: a key made for this cluster."""
+    key_file: str | None = None
+    """Private half of --key_name. Default: ~/.ssh/KEY_NAME.pem."""
+    instance_profile: str | None = None
+    """Name of an instance profile: gives the nodes AWS credentials. Default: they have none."""
+    ssh_from: str | None = None
+    """Addresses that may use ssh, as CIDR. Default: yours alone, as --address_url tells it."""
+    ssh_from_anywhere: bool = False
+    """Allow --ssh_from 0.0.0.0/0."""
+    address_url: str = "https://checkip.amazonaws.com"
+    """Service that answers with the caller's public IPv4 address."""
+    private_ip: bool = False
+    """Nodes get no public address; you are inside the VPC or reach it through a VPN."""
+    max_hours: float | None = None
+    """The nodes end themselves (are terminated) so many hours after this command, whatever happens to your computer."""
+    setup: bool = True
+    """Set the nodes up by ssh for mpirun from the master. Without it they only run."""
+    wait_minutes: float = 10
+    """How long to wait for the nodes to run, and again for their ssh."""
+    keep_on_failure: bool = False
+    """Do not remove what this call made when it fails or is stopped; the same command again goes on from there."""
+    dry_run: bool = False
+    """Show the plan, check permissions and quotas, and make nothing."""
+    yes: bool = False
+    """Do not ask before making things that cost money."""
+    config: str | None = None
+    """YAML file with these options; flags go first."""
+
+
+@dataclass(kw_only=True)
+class StatusConfig(WhereConfig):
+    """Show a cluster's nodes, as EC2's tags tell them."""
+
+
+@dataclass(kw_only=True)
+class StartConfig(WhereConfig):
+    """Start the nodes of a cluster that was stopped."""
+
+    wait_minutes: float = 10
+    """How long to wait until they run."""
+
+
+@dataclass(kw_only=True)
+class StopConfig(WhereConfig):
+    """Stop a cluster's nodes: only their disks cost money then."""
+
+    wait_minutes: float = 10
+    """How long to wait until they have stopped."""
+
+
+@dataclass(kw_only=True)
+class TeardownConfig(WhereConfig):
+    """Remove a cluster and prove by its tags that nothing is left. Exit code 1 and a list where something is."""
+
+    all_images: bool = False
+    """Also remove the images that carry the cluster's tag, and their snapshots."""
+    wait_minutes: float = 10
+    """How long to wait until the nodes are gone."""
+    yes: bool = False
+    """Do not ask."""
+
+
+@dataclass(kw_only=True)
+class SshConfig(WhereConfig):
+    """Log in to a node."""
+
+    node: tyro.conf.Positional[str] = "master"
+    """master, worker-1, worker-2, …"""
+
+
+@dataclass(kw_only=True)
+class RunConfig(WhereConfig):
+    """Run a command on a node, with its output and its exit code. Example: icom run -- mpirun -f hosts hostname"""
+
+    command: tyro.conf.Positional[tuple[str, ...]]
+    """The command, after `--`. One word is a line for the node's shell."""
+    node: str = "master"
+    """master, worker-1, worker-2, …"""
+
+
+@dataclass(kw_only=True)
+class PushConfig(WhereConfig):
+    """Copy a file or folder to a node."""
+
+    source: tyro.conf.Positional[str]
+    """File or folder here."""
+    target: tyro.conf.Positional[str] = "."
+    """Where to on the node, from its home folder on."""
+    node: str = "master"
+    """master, worker-1, worker-2, …"""
+
+
+@dataclass(kw_only=True)
+class PullConfig(WhereConfig):
+    """Copy a file or folder from a node."""
+
+    source: tyro.conf.Positional[str]
+    """File or folder on the node, from its home folder on."""
+    target: tyro.conf.Positional[str] = "."
+    """Where to here."""
+    node: str = "master"
+    """master, worker-1, worker-2, …"""
+
+
+def load_provision_config(flags: ProvisionConfig, given: Sequence[str]) -> ProvisionConfig:
+    """Lay the flags that were given over `--config`, and check the whole.
+
+    Args:
+        flags: what the command-line parser returned.
+        given: names of the options that stood on the command line; only these override the file.
+
+    Raises:
+        UsageError: unreadable file, unknown key, wrong type or impossible value.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    config = flags
+    if flags.config:
+        content = read_yaml(flags.config)
+        known = {f.name for f in fields(ProvisionConfig)}
+        if unknown := sorted(set(content) - known):
+            raise UsageError(f"Unknown option in {flags.config}: {', '.join(unknown)}. See icom provision --help.")
+        chosen = {name: getattr(flags, name) for name in given}
+        try:
+            merged = OmegaConf.merge(OmegaConf.structured(ProvisionConfig), content, chosen)
+            loaded: Any = OmegaConf.to_object(merged)
+        except OmegaConfBaseException as error:
+            raise UsageError(f"Bad value in {flags.config}: {str(error).splitlines()[0]}") from error
+        config = loaded
+    check_provision_config(config)
+    return config
+
+
+def check_cluster_name(name: str) -> None:
+    """The name becomes part of the names of EC2 resources, hosts and a folder.
+
+    Raises:
+        UsageError: it has other characters, or is too long.
+    """
+    if not CLUSTER_NAME.fullmatch(name):
+        raise UsageError(
+            f"--cluster {name!r} has to be small letters, digits and hyphens, a letter first, 32 characters at most."
+        )
+
+
+def check_provision_config(config: ProvisionConfig) -> None:
+    """Refuse what cannot work, before AWS is asked anything.
+
+    Raises:
+        UsageError: names the option and how to fix it.
+    """
+    check_cluster_name(config.cluster)
+    if config.count < 1:
+        raise UsageError(f"--count has to be at least 1 (a master alone), not {config.count}.")
+    if config.volume_gb < 8:
+        raise UsageError(f"--volume_gb has to be at least 8, not {config.volume_gb}: the system has to fit.")
+    for name in ("max_hours", "wait_minutes"):
+        value = getattr(config, name)
+        if value is not None and not 0 < value < 10_000:
+            raise UsageError(f"--{name} has to be a positive number, not {value}.")
+    if config.ssh_from is not None:
+        network = parse_cidr(config.ssh_from)
+        if network == ANYWHERE and not config.ssh_from_anywhere:
+            raise UsageError(
+                f"--ssh_from {network} lets the whole internet try your nodes' ssh. If you mean it, add "
+                "--ssh_from_anywhere; else leave --ssh_from away and only your address is let in."
+            )
+    elif config.ssh_from_anywhere:
+        raise UsageError(f"--ssh_from_anywhere allows --ssh_from {ANYWHERE}: give that too, or drop it.")
+    if config.key_file and not config.key_name:
+        raise UsageError("--key_file is the private half of --key_name: give both, or neither.")
+    if config.key_name:
+        check_key_file(key_file(config))
+
+
+def parse_cidr(text: str) -> ipaddress.IPv4Network:
+    """An IPv4 address or network, such as 203.0.113.7 or 203.0.113.0/24.
+
+    Raises:
+        UsageError: it is none.
+    """
+    try:
+        return ipaddress.IPv4Network(text)
+    except ValueError as error:
+        raise UsageError(f"--ssh_from {text}: {error}. Give an IPv4 network, for instance 203.0.113.7/32.") from None
+
+
+def key_file(config: ProvisionConfig) -> Path:
+    """Where the private half of --key_name is looked for."""
+    return Path(config.key_file or f"~/.ssh/{config.key_name}.pem").expanduser()
+
+
+def check_key_file(path: Path) -> None:
+    """Refuse a private key that is missing or that others can read; ssh would refuse it later.
+
+    Raises:
+        UsageError: with the command that fixes it.
+    """
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise UsageError(f"Cannot read the private key {path}: {error.strerror}. Give --key_file.") from None
+    if mode & 0o077:
+        raise UsageError(f"Others can read the private key {path}. Close it: chmod 600 {path}")

@@ -1,0 +1,128 @@
+"""Make instances into a cluster: host keys of their own, a way from the master to the workers, the hosts file.
+
+Every step can be done again, so that a second `icom provision` goes on where the first was stopped.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from icom.errors import IcomError
+from provisioning.cluster import MASTER, Node
+from provisioning.hostkeys import unborn_name
+from provisioning.ssh import Login, patient_connect, step, write_file
+
+# cloud-init goes on after sshd has started; status 2 is "done, with warnings".
+WAIT_FOR_BOOT = "if command -v cloud-init >/dev/null; then cloud-init status --wait >/dev/null; [ $? -ne 1 ]; fi"
+AS_ROOT = '$([ "$(id -u)" = 0 ] || echo sudo -n)'
+NEW_KEY = "/etc/ssh/icom_new_key"
+MAKE_HOST_KEY = (
+    f"{AS_ROOT} rm -f {NEW_KEY} {NEW_KEY}.pub && "
+    f"{AS_ROOT} ssh-keygen -q -t ed25519 -N '' -C '' -f {NEW_KEY} && {AS_ROOT} cat {NEW_KEY}.pub"
+)
+USE_HOST_KEY = (
+    f"{AS_ROOT} mv {NEW_KEY} /etc/ssh/ssh_host_ed25519_key && "
+    f"{AS_ROOT} mv {NEW_KEY}.pub /etc/ssh/ssh_host_ed25519_key.pub && "
+    f"{{ {AS_ROOT} systemctl reload ssh || {AS_ROOT} systemctl reload sshd || "
+    f'{AS_ROOT} kill -HUP "$(cat /run/sshd.pid)"; }} 2>/dev/null'
+)
+MAKE_MASTER_KEY = (
+    "umask 077; mkdir -p .ssh; [ -f .ssh/id_ed25519 ] || ssh-keygen -q -t ed25519 -N '' -C icom -f .ssh/id_ed25519; "
+    "ssh-keygen -y -f .ssh/id_ed25519"
+)
+INCLUDE = "Include icom_config"
+
+Say = Callable[[str], None]
+
+
+def node_name(node: Node) -> str:
+    """What the hosts file calls a node: localhost for the master, node1, node2, … for the workers."""
+    return "localhost" if node.role == MASTER else f"node{node.role.removeprefix('worker-')}"
+
+
+def hosts_file(nodes: tuple[Node, ...]) -> str:
+    """The hosts file for mpirun on the master."""
+    return "".join(f"{node_name(node)}\n" for node in nodes)
+
+
+def ssh_config(nodes: tuple[Node, ...]) -> str:
+    """The master's ssh config for the workers: their names, and only their recorded keys."""
+    return "".join(
+        f"Host {node_name(node)} {node.private_ip}\n"
+        f"  HostName {node.private_ip}\n"
+        f"  HostKeyAlias {node.id}\n"
+        "  IdentityFile ~/.ssh/id_ed25519\n"
+        "  UserKnownHostsFile ~/.ssh/icom_known_hosts\n"
+        "  StrictHostKeyChecking yes\n"
+        for node in nodes
+        if node.role != MASTER
+    )
+
+
+def set_up(login: Login, nodes: tuple[Node, ...], wait_minutes: float, say: Say, check: Callable[[], None]) -> None:
+    """Bring all nodes to where mpirun on the master reaches every worker.
+
+    Args:
+        login: how to get in.
+        nodes: all of the cluster, master first.
+        wait_minutes: how long to wait for a node's ssh.
+        say: told about progress.
+        check: called before each step and each attempt to connect; what it raises stops.
+
+    Raises:
+        IcomError: which step failed on which node, with the node's own lines.
+    """
+    with ExitStack() as stack:
+        open_: dict[str, Any] = {}
+        for node in nodes:
+            open_[node.id] = stack.enter_context(patient_connect(login, node, wait_minutes, check))
+            step(open_[node.id], node, WAIT_FOR_BOOT, check)
+            say(f"{node.role}: reached, and it is who it has to be")
+        for node in nodes:
+            first = login.folder.host_key(unborn_name(node.run, node.role))
+            if first in login.folder.host_keys(node.id):
+                made = _replace_host_key(login, node, open_[node.id], wait_minutes, check)
+                open_[node.id] = stack.enter_context(made)
+                say(f"{node.role}: has a host key that it made itself")
+        master = nodes[0]
+        key = step(open_[master.id], master, MAKE_MASTER_KEY, check).strip()
+        for node in nodes:
+            line = shlex.quote(f"{key} icom master")
+            let_in = f"umask 077; mkdir -p .ssh; touch .ssh/authorized_keys; grep -qxF {line} .ssh/authorized_keys"
+            step(open_[node.id], node, f"{let_in} || echo {line} >> .ssh/authorized_keys", check)
+        _introduce(login, open_[master.id], nodes, check)
+        for node in nodes[1:]:
+            step(open_[master.id], master, f"ssh -o BatchMode=yes -o ConnectTimeout=10 {node_name(node)} true", check)
+        say("the master reaches all workers by ssh")
+
+
+def _replace_host_key(login: Login, node: Node, old: Any, wait_minutes: float, check: Callable[[], None]) -> Any:
+    """Let a node make its own host key, over the connection that its first key has verified; the new connection.
+
+    Both keys are recorded until the new one has been seen, so that an interruption at any point locks nobody out.
+    """
+    new = " ".join(step(old, node, MAKE_HOST_KEY, check).split()[:2])
+    if not new.startswith("ssh-ed25519 "):
+        raise IcomError(f"{node.role} ({node.id}) made no ed25519 host key but this: {new}")
+    login.folder.remember([node.id], new)
+    step(old, node, USE_HOST_KEY, check)
+    connection = patient_connect(login, node, wait_minutes, check, [new])
+    for other in login.folder.host_keys(node.id):  # the first one, and those of attempts that were interrupted
+        if other != new:
+            login.folder.forget(node.id, other)
+    return connection
+
+
+def _introduce(login: Login, connection: Any, nodes: tuple[Node, ...], check: Callable[[], None]) -> None:
+    """Tell the master of the workers: names, addresses, host keys."""
+    master = nodes[0]
+    known = "".join(f"{node.id} {key}\n" for node in nodes[1:] for key in login.folder.host_keys(node.id))
+    write_file(connection, master, ".ssh/icom_known_hosts", known, check)
+    write_file(connection, master, ".ssh/icom_config", ssh_config(nodes), check)
+    first = f"umask 077; touch .ssh/config; grep -qxF '{INCLUDE}' .ssh/config"
+    insert = f"{{ echo '{INCLUDE}'; cat .ssh/config; }} > .ssh/config.new && mv .ssh/config.new .ssh/config"
+    step(connection, master, f"{first} || {{ {insert}; }}", check)
+    write_file(connection, master, "hosts", hosts_file(nodes), check)

@@ -1,0 +1,260 @@
+"""What `icom provision` is going to do: a pure function of the options, what exists and what the region offers."""
+
+from __future__ import annotations
+
+import ipaddress
+import secrets
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from typing import TYPE_CHECKING, Any
+
+from icom.errors import UsageError
+from provisioning.cluster import (
+    ALIVE,
+    TAG_CLUSTER,
+    TAG_ROLE,
+    TAG_RUN,
+    Cluster,
+    Node,
+    check_roles,
+    resource_name,
+    role_names,
+)
+from provisioning.config import ProvisionConfig
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from provisioning.survey import Subnet, Survey
+
+HOURS_PER_MONTH = 730
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that is to be made, and what is there already."""
+
+    config: ProvisionConfig
+    run: str
+    """Tag of everything that this call makes."""
+    roles: tuple[str, ...]
+    """Nodes to launch."""
+    there: tuple[Node, ...]
+    vpc: str
+    subnets: tuple[Subnet, ...]
+    image: str
+    root_device: str
+    ssh_from: ipaddress.IPv4Network
+    make_group: bool
+    make_key: bool
+    make_placement: bool
+    capacity_block: bool
+    ends: datetime | None
+
+    @property
+    def name(self) -> str:
+        """Of the security group, the key pair and the placement group."""
+        return resource_name(self.config.cluster)
+
+    @property
+    def key_name(self) -> str:
+        """The EC2 key pair of new nodes."""
+        return self.config.key_name or self.name
+
+    def tags(self, kind: str, role: str | None = None) -> dict[str, Any]:
+        """TagSpecification for a resource type; every resource gets its tags in the call that makes it."""
+        tags = {"Name": f"{self.name}-{role}" if role else self.name, TAG_CLUSTER: self.config.cluster}
+        tags |= {TAG_RUN: self.run} | ({TAG_ROLE: role} if role else {})
+        return {"ResourceType": kind, "Tags": [{"Key": key, "Value": value} for key, value in tags.items()]}
+
+
+def missing_roles(config: ProvisionConfig, cluster: Cluster) -> list[str]:
+    """Which nodes are still to be launched.
+
+    Raises:
+        UsageError: the cluster has another shape than was asked for, or is not running.
+        IcomError: two nodes have one role.
+    """
+    check_roles(cluster)
+    wanted = role_names(config.count)
+    remedy = f"Tear it down first (icom teardown --cluster {config.cluster}) or choose another --cluster."
+    for node in cluster.nodes:
+        if node.role not in wanted:
+            raise UsageError(
+                f"Cluster {config.cluster} has {len(cluster.nodes)} nodes, among them {node.role}; --count "
+                f"{config.count} would have to remove some. {remedy}"
+            )
+        if node.type != config.instance_type:
+            raise UsageError(
+                f"Cluster {config.cluster} is made of {node.type}, not of {config.instance_type}. {remedy}"
+            )
+        if node.spot != config.spot:
+            raise UsageError(f"Cluster {config.cluster} is {'' if node.spot else 'not '}made of spot nodes. {remedy}")
+        if config.ami and node.image != config.ami:
+            raise UsageError(f"Cluster {config.cluster} was made from {node.image}, not {config.ami}. {remedy}")
+        if node.state in ("stopping", "stopped"):
+            raise UsageError(
+                f"Cluster {config.cluster} is stopped ({node.role} is {node.state}). Start it: icom start --cluster "
+                f"{config.cluster}"
+            )
+    there = {node.role for node in cluster.nodes}
+    return [role for role in wanted if role not in there]
+
+
+def make_plan(config: ProvisionConfig, cluster: Cluster, found: Survey, key_here: bool) -> Plan:
+    """Lay down what is to be made.
+
+    Args:
+        config: the checked options.
+        cluster: what exists.
+        found: what the region offers.
+        key_here: whether the private half of the cluster's own key pair is on this computer.
+
+    Raises:
+        UsageError: as missing_roles; or the nodes that exist let in a key that is not here.
+    """
+    roles = missing_roles(config, cluster)
+    if cluster.key and cluster.nodes and not config.key_name and not key_here:
+        raise UsageError(
+            f"The key of cluster {config.cluster} is not on this computer: it was made on another one. Go on there, or "
+            f"tear the cluster down: icom teardown --cluster {config.cluster}"
+        )
+    now = datetime.now(timezone.utc)
+    return Plan(
+        config=config,
+        run=f"{now:%Y%m%dT%H%M%S}-{secrets.token_hex(4)}",
+        roles=tuple(roles),
+        there=cluster.nodes,
+        vpc=found.subnets[0].vpc,
+        subnets=found.subnets,
+        image=found.image,
+        root_device=found.root_device,
+        ssh_from=found.ssh_from,
+        make_group=cluster.group is None,
+        make_key=not config.key_name and (cluster.key is None or not key_here),
+        make_placement=config.placement_group and cluster.placement is None,
+        capacity_block=found.reservation_block,
+        ends=now + timedelta(hours=config.max_hours) if config.max_hours else None,
+    )
+
+
+def launch_request(plan: Plan, role: str, subnet: str, group: str, user_data: str) -> dict[str, Any]:
+    """The RunInstances request for one node.
+
+    Each node has a request of its own, because each has its own host key in its user data, and its role among the tags
+    that it is born with.
+    """
+    config = plan.config
+    interface: dict[str, Any] = {
+        "DeviceIndex": 0,
+        "SubnetId": subnet,
+        "Groups": [group],
+        "AssociatePublicIpAddress": not config.private_ip,
+        "DeleteOnTermination": True,
+    }
+    if config.efa:
+        interface["InterfaceType"] = "efa"
+    request: dict[str, Any] = {
+        "ImageId": plan.image,
+        "InstanceType": config.instance_type,
+        "MinCount": 1,
+        "MaxCount": 1,
+        # Repeating a request whose answer was lost gives the same instance, not a second one.
+        "ClientToken": f"{plan.run}-{role}-{subnet}"[:64],
+        "KeyName": plan.key_name,
+        "NetworkInterfaces": [interface],
+        "BlockDeviceMappings": [
+            {
+                "DeviceName": plan.root_device,
+                "Ebs": {
+                    "VolumeSize": config.volume_gb,
+                    "VolumeType": "gp3",
+                    "Encrypted": True,
+                    "DeleteOnTermination": True,
+                },
+            }
+        ],
+        "MetadataOptions": {"HttpTokens": "required", "HttpPutResponseHopLimit": 1, "HttpEndpoint": "enabled"},
+        "InstanceInitiatedShutdownBehavior": "terminate" if plan.ends else "stop",
+        "UserData": user_data,
+        "TagSpecifications": [plan.tags("instance", role), plan.tags("volume", role)],
+    }
+    if config.placement_group:
+        request["Placement"] = {"GroupName": plan.name}
+    if config.instance_profile:
+        request["IamInstanceProfile"] = {"Name": config.instance_profile}
+    if config.spot:
+        options = {"SpotInstanceType": "one-time", "InstanceInterruptionBehavior": "terminate"}
+        request["InstanceMarketOptions"] = {"MarketType": "spot", "SpotOptions": options}
+        request["InstanceInitiatedShutdownBehavior"] = "terminate"  # a one-time spot instance cannot be stopped
+    if config.capacity_reservation:
+        target = {"CapacityReservationId": config.capacity_reservation}
+        request["CapacityReservationSpecification"] = {"CapacityReservationTarget": target}
+        if plan.capacity_block:
+            request["InstanceMarketOptions"] = {"MarketType": "capacity-block"}
+    return request
+
+
+def ingress_rules(plan: Plan, group: str) -> list[dict[str, Any]]:
+    """What may reach the nodes: ssh from the caller, and everything from each other."""
+    ssh = {"CidrIp": str(plan.ssh_from), "Description": "ssh from whoever called icom provision"}
+    among = {"GroupId": group, "Description": "the nodes among themselves"}
+    return [
+        {"IpProtocol": "tcp", "FromPort": 22, "ToPort": 22, "IpRanges": [ssh]},
+        {"IpProtocol": "-1", "UserIdGroupPairs": [among]},
+    ]
+
+
+def plan_table(plan: Plan, found: Survey) -> Table:
+    """The plan for people: every resource with what it costs, and the checks."""
+    from rich import box
+    from rich.table import Table
+
+    config, prices = plan.config, found.prices
+    title = f"Cluster {config.cluster} in {found.region}"
+    table = Table(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE)
+    table.add_column("", no_wrap=True)
+    table.add_column("what", overflow="fold")
+    table.add_column("USD/hour", justify="right")
+    table.add_column("USD/month", justify="right")
+
+    def row(new: bool, what: str, hour: float | None = 0.0, month: float | None = 0.0) -> None:
+        table.add_row("+" if new else "there", what, _dollars(hour), _dollars(month))
+
+    anywhere = " (the whole internet)" if plan.ssh_from.prefixlen == 0 else ""
+    row(plan.make_group, f"security group {plan.name}: ssh from {plan.ssh_from}{anywhere}, all among the nodes")
+    if not config.key_name:
+        row(plan.make_key, f"key pair {plan.name}")
+    if config.placement_group:
+        row(plan.make_placement, f"placement group {plan.name}")
+    per_disk = None if prices.per_gb_month is None else prices.per_gb_month * config.volume_gb
+    for node in plan.there:
+        row(False, f"{node.role}: {node.id}, {node.zone}, {node.state}", prices.per_hour, per_disk)
+    kind = f"{config.instance_type}{' spot' if config.spot else ''}, {config.volume_gb} GB encrypted gp3"
+    for role in plan.roles:
+        row(True, f"{role}: {kind}", prices.per_hour, per_disk)
+    nodes = len(plan.there) + len(plan.roles)
+    table.add_section()
+    hour = None if prices.per_hour is None else prices.per_hour * nodes
+    table.add_row("", f"{nodes} nodes running, and their disks", _dollars(hour), _dollars(_times(per_disk, nodes)))
+    ends = f"{plan.ends:%Y-%m-%d %H:%M} UTC (--max_hours)" if plan.ends else "when you say so: icom teardown"
+    zones = " or ".join(dict.fromkeys(subnet.zone for subnet in plan.subnets))
+    per_gb = "" if prices.per_gb_month is None else f"; a GB of disk {prices.per_gb_month:g} USD/month"
+    table.caption = (
+        f"Image: {plan.image}. Zone: {zones}. Prices: {prices.source}{per_gb}. Quota: {found.quota}. Ends: {ends}."
+    )
+    return table
+
+
+def _times(value: float | None, factor: int) -> float | None:
+    return None if value is None else value * factor
+
+
+def _dollars(value: float | None) -> str:
+    return "?" if value is None else f"{value:.2f}" if value else ""
+
+
+def is_complete(plan: Plan) -> bool:
+    """Whether there is nothing to make (the rules of an existing security group aside)."""
+    running = all(node.state == ALIVE[1] for node in plan.there)
+    return running and not (plan.roles or plan.make_group or plan.make_key or plan.make_placement)

@@ -1,0 +1,99 @@
+"""`icom status`, `icom stop`, `icom start`."""
+
+from __future__ import annotations
+
+from icom.errors import UsageError
+from provisioning.aws import Aws, connect, explained, filters, wait_for
+from provisioning.cluster import Cluster, Node, find_cluster, find_nodes
+from provisioning.config import StartConfig, StatusConfig, StopConfig, check_cluster_name
+from provisioning.hostkeys import folder_of
+
+
+def status(config: StatusConfig) -> None:
+    """`icom status`."""
+    from rich.console import Console
+
+    check_cluster_name(config.cluster)
+    console = Console(highlight=False)
+    with explained():
+        aws = connect(config.region, config.profile)
+        cluster = find_cluster(aws, config.cluster)
+    if cluster.empty:
+        console.print(f"There is no cluster {config.cluster} in {aws.region}.")
+        return
+    console.print(_table(aws, cluster))
+
+
+def _table(aws: Aws, cluster: Cluster) -> object:
+    from rich import box
+    from rich.table import Table
+
+    kinds = ", ".join(dict.fromkeys(f"{n.type}{' spot' if n.spot else ''} in {n.zone}" for n in cluster.nodes))
+    title = f"Cluster {cluster.name} in {aws.region}: {len(cluster.nodes)} nodes" + (f", {kinds}" if kinds else "")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, caption_justify="left")
+    for column in ("node", "id", "state", "private", "public"):
+        table.add_column(column, no_wrap=True)
+    for node in cluster.nodes:
+        addresses = (node.private_ip or "–", node.public_ip or "–")
+        table.add_row(node.role, node.id, node.state, *addresses)
+    group = cluster.group
+    names = [f"security group {group['GroupId']} (ssh from {_ssh_from(group)})"] if group else []
+    names += [f"key pair {cluster.key['KeyName']}"] if cluster.key else []
+    names += [f"placement group {cluster.placement}"] if cluster.placement else []
+    names += [f"since {min(node.since for node in cluster.nodes):%Y-%m-%d %H:%M} UTC"] if cluster.nodes else []
+    table.caption = ", ".join(names)
+    return table
+
+
+def _ssh_from(group: dict[str, object]) -> str:
+    rules = group["IpPermissions"]
+    assert isinstance(rules, list)
+    return ", ".join(r["CidrIp"] for rule in rules if rule.get("FromPort") == 22 for r in rule["IpRanges"]) or "nowhere"
+
+
+def stop(config: StopConfig) -> None:
+    """`icom stop`.
+
+    Raises:
+        UsageError: there is no such cluster, or it is made of spot instances.
+        IcomError: it did not stop in time.
+    """
+    with explained():
+        aws, nodes = _nodes(config)
+        if spots := [node.role for node in nodes if node.spot]:
+            raise UsageError(f"{', '.join(spots)}: one-time spot instances cannot be stopped, only torn down.")
+        awake = [node.id for node in nodes if node.state in ("pending", "running")]
+        if awake:
+            aws.ec2.stop_instances(InstanceIds=awake)
+        wait_for(aws, "instance_stopped", [node.id for node in nodes], config.wait_minutes)
+    print(f"{len(nodes)} nodes of {config.cluster} are stopped. Their disks still cost money.")
+
+
+def start(config: StartConfig) -> None:
+    """`icom start`.
+
+    Raises:
+        UsageError: there is no such cluster.
+        IcomError: it did not start in time.
+    """
+    with explained():
+        aws, nodes = _nodes(config)
+        wait_for(aws, "instance_stopped", [node.id for node in nodes if node.state == "stopping"], config.wait_minutes)
+        asleep = [node.id for node in nodes if node.state in ("stopping", "stopped")]
+        if asleep:
+            aws.ec2.start_instances(InstanceIds=asleep)
+        wait_for(aws, "instance_running", [node.id for node in nodes], config.wait_minutes)
+        nodes = find_nodes(aws, filters(tag_cluster=config.cluster))
+    folder = folder_of(aws.region, config.cluster)
+    if folder.ssh_config.exists():  # public addresses change with every start
+        folder.update_addresses(tuple(nodes))
+    print(f"{len(nodes)} nodes of {config.cluster} run.")
+
+
+def _nodes(config: StartConfig | StopConfig) -> tuple[Aws, list[Node]]:
+    check_cluster_name(config.cluster)
+    aws = connect(config.region, config.profile)
+    nodes = find_nodes(aws, filters(tag_cluster=config.cluster))
+    if not nodes:
+        raise UsageError(f"There is no cluster {config.cluster} in {aws.region}.")
+    return aws, nodes

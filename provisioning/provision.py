@@ -1,0 +1,127 @@
+"""`icom provision`: look, plan, ask, make; on failure or Ctrl-C remove what this call made."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from icom.errors import IcomError, Stopped
+from icom.signals import StopRequest
+from provisioning.aws import Aws, connect, explained
+from provisioning.cluster import Cluster, Node, find_cluster
+from provisioning.config import ProvisionConfig, key_file
+from provisioning.ec2 import build, rehearse
+from provisioning.hostkeys import Folder, folder_of
+from provisioning.nodes import set_up
+from provisioning.plan import Plan, is_complete, make_plan, missing_roles, plan_table
+from provisioning.ssh import Login
+from provisioning.survey import survey
+from provisioning.teardown import confirm, remove, settle
+
+REMOVE_MINUTES = 10
+"""How long removing waits for instances to end; a short --wait_minutes must not make it give up."""
+
+
+def provision(config: ProvisionConfig) -> None:
+    """Make the cluster of `config`, or finish it. The options have been checked.
+
+    Raises:
+        UsageError: what was asked for cannot be; nothing was made.
+        IcomError: it failed; what this call made is removed again, unless --keep_on_failure.
+        Stopped: Ctrl-C or SIGTERM, the same.
+    """
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    stop = StopRequest("ending this step, then removing what this call made")
+    removing = False
+
+    def check() -> None:
+        if stop.signal_number is not None and not removing:
+            raise Stopped(f"Stopped icom provision of {config.cluster}.", stop.signal_number)
+
+    with explained():
+        aws = connect(config.region, config.profile, check)
+        folder = folder_of(aws.region, config.cluster)
+        cluster = find_cluster(aws, config.cluster)
+        missing = missing_roles(config, cluster)
+        found = survey(aws, config, cluster, len(missing))
+        plan = make_plan(config, cluster, found, key_here=folder.key.exists())
+        rehearse(aws, plan)
+        console.print(plan_table(plan, found))
+        if config.dry_run:
+            print("Dry run: nothing was made. EC2 would allow it.")
+            return
+        if not config.yes and not is_complete(plan):
+            confirm("Make what is marked with +?")
+        if not config.key_name:
+            folder.client_key()  # made now, or refused now if others can read it
+        say = _progress(time.monotonic())
+        with stop:  # only from here on is there anything to remove
+            try:
+                cluster = build(aws, plan, cluster, folder, say)
+                strangers = [node for node in cluster.nodes if not folder.settle(node)]
+                if config.setup:
+                    set_up(_login(config, folder), cluster.nodes, config.wait_minutes, say, check)
+                check()
+            except BaseException as error:
+                removing = True
+                _after_failure(aws, plan, error, print)
+                raise
+        _finish(config, plan, cluster, strangers, folder)
+
+
+def _progress(began: float) -> Callable[[str], None]:
+    return lambda text: print(f"{time.monotonic() - began:5.0f} s  {text}", flush=True)
+
+
+def _after_failure(aws: Aws, plan: Plan, error: BaseException, say: Callable[[str], None]) -> None:
+    """Remove what this call made, or say that it was kept.
+
+    Raises:
+        IcomError: the removal failed too; names what is left.
+    """
+    name = plan.config.cluster
+    if plan.config.keep_on_failure:
+        say(f"Kept what was made of {name}. The same command again goes on; icom teardown --cluster {name} removes it.")
+        return
+    say("Removing what this call made …")
+    try:
+        with explained():
+            remove(aws, name, REMOVE_MINUTES, say, run=plan.run)
+            # A request whose answer was lost may show up late: look again, until nothing does.
+            left = settle(aws, name, plan.run)
+            if left:
+                remove(aws, name, REMOVE_MINUTES, say, run=plan.run)
+                left = settle(aws, name, plan.run)
+    except IcomError as second:
+        raise IcomError(
+            f"{error}\nRemoving what this call made failed too: {second}\n"
+            f"Some of it may still be there: icom status --cluster {name}, icom teardown --cluster {name}"
+        ) from error
+    if left:
+        names = ", ".join(f"{kind} {id}" for kind, id in left)
+        raise IcomError(f"{error}\nStill there: {names}. Remove it: icom teardown --cluster {name}") from error
+    say("Nothing of it is left.")
+
+
+def _login(config: ProvisionConfig, folder: Folder) -> Login:
+    return Login(folder, config.ssh_user, key_file(config) if config.key_name else folder.key)
+
+
+def _finish(config: ProvisionConfig, plan: Plan, cluster: Cluster, strangers: list[Node], folder: Folder) -> None:
+    """Write the ssh config, say what there is and the next commands to type."""
+    login = _login(config, folder)
+    folder.write_ssh_config(cluster.nodes, login.user, login.identity)
+    name = f" --cluster {config.cluster}" + (f" --region {config.region}" if config.region else "")
+    what = "Nothing to do:" if is_complete(plan) else "Done:"
+    print(f"{what} {len(cluster.nodes)} nodes of {config.cluster} run.")
+    for node in strangers:
+        print(
+            f"! The host key of {node.role} ({node.id}) is not known on this computer, so ssh refuses it. It was made "
+            "on another one."
+        )
+    first = (
+        f"icom run{name} -- mpirun -f hosts -n {config.count} -ppn 1 hostname" if config.setup else f"icom status{name}"
+    )
+    print(f"  icom ssh{name}\n  {first}\n  icom teardown{name}")

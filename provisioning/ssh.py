@@ -1,0 +1,142 @@
+"""ssh to the nodes of a cluster with fabric: only to hosts whose key is recorded; none is learned on the way."""
+
+from __future__ import annotations
+
+import base64
+import shlex
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from icom.errors import IcomError
+from provisioning.aws import POLL_SECONDS
+from provisioning.cluster import Node
+from provisioning.hostkeys import Folder
+
+CONNECT_SECONDS = 10
+STEP_SECONDS = 300
+TAIL_LINES = 12
+
+
+@dataclass(frozen=True)
+class Login:
+    """How to log in to the nodes."""
+
+    folder: Folder
+    user: str
+    identity: Path
+
+
+def connect(login: Login, node: Node, keys: Sequence[str] | None = None) -> Any:
+    """An open fabric Connection to a node.
+
+    Args:
+        login: user and key.
+        node: where to.
+        keys: host keys to accept; None takes those that are recorded for the node.
+
+    Raises:
+        IcomError: no key is recorded, or the host has another one, or does not let us in.
+        OSError, EOFError, paramiko's SSHException: it cannot be reached (yet).
+    """
+    import paramiko
+    from fabric import Config, Connection
+
+    accepted = login.folder.host_keys(node.id) if keys is None else list(keys)
+    if not accepted:
+        raise IcomError(
+            f"The host key of {node.role} ({node.id}) is not known on this computer: it was made on another one."
+        )
+    address = str(node.public_ip or node.private_ip)
+    for key in accepted:
+        kind, blob = key.split()[:2]
+        client = paramiko.SSHClient()
+        client.set_missing_host_key_policy(paramiko.RejectPolicy())
+        client.get_host_keys().add(address, kind, paramiko.PKey.from_type_string(kind, base64.b64decode(blob)))
+        # Not from the user's ssh config: what it says about other hosts is not for these.
+        connection = Connection(address, user=login.user, config=Config(lazy=True))
+        connection.client = client
+        connection.connect_timeout = CONNECT_SECONDS
+        connection.connect_kwargs = {
+            "key_filename": str(login.identity),
+            "look_for_keys": False,
+            "allow_agent": False,
+            "banner_timeout": CONNECT_SECONDS,
+            "auth_timeout": CONNECT_SECONDS,
+            "channel_timeout": CONNECT_SECONDS,  # paramiko's default is an hour
+        }
+        try:
+            connection.open()
+            return connection
+        except paramiko.BadHostKeyException as error:
+            connection.close()
+            seen = f"{error.key.get_name()} {error.key.get_base64()}"
+        except paramiko.AuthenticationException as error:
+            connection.close()
+            raise IcomError(
+                f"{node.role} ({node.id}, {address}) does not let {login.user} in with {login.identity}: {error}. "
+                "Does its image have another user? --ssh_user"
+            ) from error
+    raise IcomError(
+        f"{node.role} at {address} is not {node.id}, or its host key was changed: it shows {seen}, not "
+        f"{' or '.join(accepted)}. Nothing was sent to it. If you did not change that key yourself, somebody may be in "
+        "between."
+    )
+
+
+def patient_connect(
+    login: Login, node: Node, wait_minutes: float, check: Callable[[], None], keys: Sequence[str] | None = None
+) -> Any:
+    """Connect, as `connect` does, to a node that may still be booting or restarting its sshd.
+
+    Raises:
+        IcomError: as connect; or it cannot be reached in time.
+    """
+    import paramiko
+
+    deadline, pause = time.monotonic() + wait_minutes * 60, 0.25
+    while True:
+        check()
+        try:
+            return connect(login, node, keys)
+        except (OSError, EOFError, paramiko.SSHException) as error:
+            if time.monotonic() >= deadline:
+                raise IcomError(
+                    f"{node.role} ({node.id}) cannot be reached by ssh at {node.public_ip or node.private_ip} after "
+                    f"{wait_minutes:g} minutes: {error}. Does --ssh_from cover this computer?"
+                ) from error
+        time.sleep(pause)
+        pause = min(2 * pause, POLL_SECONDS)
+
+
+def step(connection: Any, node: Node, command: str, check: Callable[[], None] = lambda: None) -> str:
+    """Run a shell command on a node to its end; what it printed.
+
+    Raises:
+        IcomError: it failed, took too long or the connection broke; names the node and shows its last lines.
+    """
+    import invoke
+    import paramiko
+
+    check()
+    try:
+        done = connection.run(command, hide=True, warn=True, in_stream=False, timeout=STEP_SECONDS)
+    except invoke.exceptions.CommandTimedOut as error:
+        raise IcomError(f"{node.role} ({node.id}): no end after {STEP_SECONDS} s of: {command}") from error
+    except (OSError, EOFError, paramiko.SSHException) as error:
+        raise IcomError(f"{node.role} ({node.id}): the connection broke ({error}) during: {command}") from error
+    if done.failed:
+        lines = (done.stderr.strip() or done.stdout.strip()).splitlines()[-TAIL_LINES:]
+        shown = "\n  ".join(lines) or "(no output)"
+        raise IcomError(f"{node.role} ({node.id}): exit code {done.exited} of: {command}\n  {shown}")
+    return str(done.stdout)
+
+
+def write_file(connection: Any, node: Node, path: str, text: str, check: Callable[[], None]) -> None:
+    """Write a small file on a node, whole or not at all, for its owner alone. `path` is relative to the home folder."""
+    content = base64.b64encode(text.encode()).decode()
+    name = shlex.quote(path)
+    command = f"umask 077; printf %s {content} | base64 -d > {name}.new && mv {name}.new {name}"
+    step(connection, node, command, check)

@@ -1,0 +1,325 @@
+"""What a region offers for a cluster: type, zones and subnets, image, quotas, the caller's address. Only reads."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from typing import Any
+
+from icom.errors import IcomError, UsageError
+from provisioning.aws import Aws, error_code, filters, pages
+from provisioning.cluster import Cluster
+from provisioning.config import ProvisionConfig, parse_cidr
+from provisioning.prices import Prices, look_up
+
+# Public parameters of AWS and Canonical that name their current images.
+UBUNTU = "/aws/service/canonical/ubuntu/server/24.04/stable/current/{arch}/hvm/ebs-gp3/ami-id"
+DEEP_LEARNING = "/aws/service/deeplearning/ami/{arch}/base-oss-nvidia-driver-gpu-ubuntu-24.04/latest/ami-id"
+DEBIAN_ARCH = {"x86_64": "amd64", "arm64": "arm64"}
+
+STANDARD = ("L-1216C47A", "L-34B43A08")
+QUOTAS = {
+    **dict.fromkeys("acdhimrtz", STANDARD),
+    "g": ("L-DB2E81BA", "L-3819A6DF"),
+    "vt": ("L-DB2E81BA", "L-3819A6DF"),
+    "p": ("L-417A185B", "L-7212CCBC"),
+    "p5": ("L-417A185B", "L-C4BD4855"),
+}
+"""Family -> codes of the quotas of its vCPUs that run on demand and as spot instances."""
+
+
+@dataclass(frozen=True)
+class Subnet:
+    """A place to start nodes in."""
+
+    id: str
+    zone: str
+    vpc: str
+    free_addresses: int
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What was found."""
+
+    region: str
+    vcpus: int
+    """Of one instance."""
+    gpus: int
+    image: str
+    root_device: str
+    subnets: tuple[Subnet, ...]
+    """In the order to try; all of one VPC, with addresses free."""
+    ssh_from: ipaddress.IPv4Network
+    reservation_block: bool
+    """Whether --capacity_reservation is a capacity block, which is its own market."""
+    quota: str
+    """What is known of the quota, in words."""
+    prices: Prices
+
+
+def survey(aws: Aws, config: ProvisionConfig, cluster: Cluster, missing: int) -> Survey:
+    """Find out what `missing` more nodes need.
+
+    Raises:
+        UsageError: what was asked for is not there: type, zone, subnet, addresses, image, key, quota.
+        IcomError: the caller's address cannot be found.
+    """
+    kind = _instance_type(aws, config)
+    image = _image(aws, config, cluster, kind)
+    zones = _zones(aws, config.instance_type)
+    block = False
+    if config.capacity_reservation:
+        zone, block = _reservation(aws, config, missing)
+        zones = [zone]
+    subnets = _subnets(aws, config, cluster, zones, missing)
+    if config.key_name:
+        _check_key_name(aws, config.key_name)
+    vcpus = kind["VCpuInfo"]["DefaultVCpus"]
+    return Survey(
+        region=aws.region,
+        vcpus=vcpus,
+        gpus=_gpus(kind),
+        image=image["ImageId"],
+        root_device=image["RootDeviceName"],
+        subnets=tuple(subnets),
+        ssh_from=parse_cidr(config.ssh_from) if config.ssh_from else _own_address(aws, config, subnets[0]),
+        reservation_block=block,
+        quota=_quota(aws, config, vcpus * missing),
+        prices=look_up(aws, config.instance_type, config.spot),
+    )
+
+
+def _instance_type(aws: Aws, config: ProvisionConfig) -> dict[str, Any]:
+    from botocore.exceptions import ClientError
+
+    name = config.instance_type
+    try:
+        found = aws.ec2.describe_instance_types(InstanceTypes=[name])["InstanceTypes"]
+    except ClientError as error:
+        if error_code(error) != "InvalidInstanceType":
+            raise
+        found = []
+    if not found:
+        raise UsageError(
+            f"{aws.region} has no instance type {name}. See: aws ec2 describe-instance-type-offerings "
+            f"--region {aws.region} --filters Name=instance-type,Values='{name.split('.')[0]}.*'"
+        )
+    kind: dict[str, Any] = found[0]
+    if config.efa and not kind["NetworkInfo"].get("EfaSupported"):
+        raise UsageError(f"{name} has no Elastic Fabric Adapter: drop --efa or take another --instance_type.")
+    strategies = kind.get("PlacementGroupInfo", {}).get("SupportedStrategies", [])
+    if config.placement_group and "cluster" not in strategies:
+        raise UsageError(f"{name} cannot be in a cluster placement group: drop --placement_group.")
+    if config.spot and "spot" not in kind.get("SupportedUsageClasses", ["spot"]):
+        raise UsageError(f"{name} is not offered as spot instance: drop --spot.")
+    return kind
+
+
+def _gpus(kind: dict[str, Any]) -> int:
+    return sum(gpu.get("Count", 0) for gpu in kind.get("GpuInfo", {}).get("Gpus", []))
+
+
+def _image(aws: Aws, config: ProvisionConfig, cluster: Cluster, kind: dict[str, Any]) -> dict[str, Any]:
+    """--ami, else the image of the nodes that are there, else AWS's current one for the type."""
+    from botocore.exceptions import ClientError
+
+    architectures = kind["ProcessorInfo"]["SupportedArchitectures"]
+    id = config.ami or (cluster.nodes[0].image if cluster.nodes else None)
+    if id is None:
+        arch = "arm64" if "arm64" in architectures else "x86_64"
+        name = DEEP_LEARNING.format(arch=arch) if _gpus(kind) else UBUNTU.format(arch=DEBIAN_ARCH[arch])
+        try:
+            id = str(aws.ssm.get_parameter(Name=name)["Parameter"]["Value"])
+        except ClientError as error:
+            if error_code(error) != "ParameterNotFound":
+                raise
+            raise UsageError(f"{aws.region} has no image {name}. Give one with --ami.") from error
+    try:
+        found = aws.ec2.describe_images(ImageIds=[id])["Images"]
+    except ClientError as error:
+        if not error_code(error).startswith("InvalidAMIID"):
+            raise
+        found = []
+    if not found or found[0]["State"] != "available":
+        raise UsageError(f"There is no image {id} in {aws.region}, or it is not available to you. Give another --ami.")
+    image: dict[str, Any] = found[0]
+    if image["Architecture"] not in architectures:
+        raise UsageError(
+            f"Image {id} is for {image['Architecture']}, {config.instance_type} is {' or '.join(architectures)}. "
+            "Give another --ami or --instance_type."
+        )
+    disks = [disk.get("Ebs", {}).get("VolumeSize", 0) for disk in image.get("BlockDeviceMappings", [])]
+    if (needed := max(disks, default=0)) > config.volume_gb:
+        raise UsageError(f"Image {id} needs {needed} GB of disk: raise --volume_gb from {config.volume_gb}.")
+    return image
+
+
+def _zones(aws: Aws, instance_type: str) -> list[str]:
+    """Zones of the region that offer the type."""
+    offers = pages(
+        aws.ec2,
+        "describe_instance_type_offerings",
+        "InstanceTypeOfferings",
+        LocationType="availability-zone",
+        Filters=filters(instance_type=instance_type),
+    )
+    return sorted(offer["Location"] for offer in offers)
+
+
+def _reservation(aws: Aws, config: ProvisionConfig, missing: int) -> tuple[str, bool]:
+    """Zone of the capacity reservation, and whether it is a capacity block."""
+    from botocore.exceptions import ClientError
+
+    id = config.capacity_reservation
+    try:
+        found = aws.ec2.describe_capacity_reservations(CapacityReservationIds=[id])["CapacityReservations"]
+    except ClientError as error:
+        if not error_code(error).startswith("InvalidCapacityReservationId"):
+            raise
+        found = []
+    if not found:
+        raise UsageError(f"There is no capacity reservation {id} in {aws.region}.")
+    reservation = found[0]
+    if reservation["State"] != "active":
+        raise UsageError(f"Capacity reservation {id} is {reservation['State']}, not active.")
+    if reservation["InstanceType"] != config.instance_type:
+        raise UsageError(
+            f"Capacity reservation {id} is for {reservation['InstanceType']}, not {config.instance_type}: "
+            f"give --instance_type {reservation['InstanceType']}."
+        )
+    if reservation["AvailableInstanceCount"] < missing:
+        raise UsageError(
+            f"Capacity reservation {id} has room for {reservation['AvailableInstanceCount']} more instances; "
+            f"{missing} are wanted. Lower --count."
+        )
+    return reservation["AvailabilityZone"], reservation.get("ReservationType") == "capacity-block"
+
+
+def _subnets(aws: Aws, config: ProvisionConfig, cluster: Cluster, zones: list[str], missing: int) -> list[Subnet]:
+    """Subnets to try, in order. A cluster stays in the subnet that it has."""
+    from botocore.exceptions import ClientError
+
+    there = cluster.nodes[0].subnet if cluster.nodes else None
+    wanted = config.subnet or ([there] if there else [])
+    if there and there not in wanted:
+        raise UsageError(f"The nodes of {cluster.name} are in {there}; --subnet cannot move them. Drop it.")
+    try:
+        if wanted:
+            found = aws.ec2.describe_subnets(SubnetIds=[there] if there else wanted)["Subnets"]
+            found.sort(key=lambda subnet: wanted.index(subnet["SubnetId"]))
+        else:
+            found = pages(aws.ec2, "describe_subnets", "Subnets", Filters=filters(default_for_az="true"))
+            found.sort(key=lambda subnet: subnet["AvailabilityZone"])
+    except ClientError as error:
+        if not error_code(error).startswith("InvalidSubnetI"):
+            raise
+        raise UsageError(f"No such subnet in {aws.region}: {error.response['Error']['Message']}") from error
+    if not found:
+        raise UsageError(f"{aws.region} has no default VPC with subnets: name one with --subnet.")
+    subnets = [Subnet(s["SubnetId"], s["AvailabilityZone"], s["VpcId"], s["AvailableIpAddressCount"]) for s in found]
+    vpcs = {subnet.vpc for subnet in subnets}
+    if len(vpcs) > 1:
+        raise UsageError(f"The subnets are in several VPCs ({', '.join(sorted(vpcs))}); a cluster lives in one.")
+    if cluster.group and cluster.group["VpcId"] not in vpcs:
+        raise UsageError(
+            f"Subnet {subnets[0].id} is in {subnets[0].vpc}, but {cluster.name} has its security group "
+            f"{cluster.group['GroupId']} in {cluster.group['VpcId']}. Choose a subnet there, or tear it down first."
+        )
+    fitting = [subnet for subnet in subnets if subnet.zone in zones]
+    if not fitting:
+        raise UsageError(
+            f"{config.instance_type} is offered in {', '.join(zones) or 'no zone'}; the subnets are in "
+            f"{', '.join(sorted({s.zone for s in subnets}))}. Choose another --subnet, type or region."
+        )
+    roomy = [subnet for subnet in fitting if subnet.free_addresses >= missing]
+    if not roomy:
+        most = max(fitting, key=lambda subnet: subnet.free_addresses)
+        raise UsageError(
+            f"{missing} addresses are needed in one subnet; the most that is free is {most.free_addresses} in "
+            f"{most.id} ({most.zone}). Choose another --subnet or a smaller --count."
+        )
+    return roomy
+
+
+def _check_key_name(aws: Aws, name: str) -> None:
+    from botocore.exceptions import ClientError
+
+    try:
+        aws.ec2.describe_key_pairs(KeyNames=[name])
+    except ClientError as error:
+        if error_code(error) != "InvalidKeyPair.NotFound":
+            raise
+        raise UsageError(
+            f"EC2 in {aws.region} has no key pair {name}. Drop --key_name (icom makes one) or import yours."
+        ) from error
+
+
+def _own_address(aws: Aws, config: ProvisionConfig, subnet: Subnet) -> ipaddress.IPv4Network:
+    """The caller's address as the nodes will see it.
+
+    Raises:
+        IcomError: it cannot be found; --ssh_from is the way out.
+    """
+    if config.private_ip:
+        found = aws.ec2.describe_subnets(SubnetIds=[subnet.id])["Subnets"][0]["CidrBlock"]
+        towards = str(ipaddress.IPv4Network(found)[1])
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting UDP sends nothing
+            try:
+                probe.connect((towards, 22))
+            except OSError as error:
+                raise IcomError(f"No route to {subnet.id} ({found}): {error.strerror}. Give --ssh_from.") from error
+            return ipaddress.IPv4Network(probe.getsockname()[0])
+    try:
+        with urllib.request.urlopen(config.address_url, timeout=10) as answer:
+            text = answer.read(100).decode("ascii", "replace").strip()
+        return ipaddress.IPv4Network(text)
+    except (OSError, urllib.error.URLError, ValueError) as error:
+        raise IcomError(
+            f"Your public address could not be found at {config.address_url} ({error}). Give it: --ssh_from A.B.C.D/32"
+        ) from error
+
+
+def _quota(aws: Aws, config: ProvisionConfig, wanted: int) -> str:
+    """Compare `wanted` more vCPUs with what the account may run.
+
+    Raises:
+        UsageError: they are too many.
+    """
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    codes = _quota_codes(config.instance_type)
+    if codes is None or config.capacity_reservation or not wanted:
+        return "not checked"
+    code = codes[config.spot]
+    try:
+        limit = aws.quotas.get_service_quota(ServiceCode="ec2", QuotaCode=code)["Quota"]["Value"]
+    except (BotoCoreError, ClientError) as error:
+        return f"not known ({error_code(error) or type(error).__name__})"
+    running = pages(
+        aws.ec2, "describe_instances", "Reservations", Filters=filters(instance_state_name=["pending", "running"])
+    )
+    used = 0
+    for instance in (i for reservation in running for i in reservation["Instances"]):
+        same_market = (instance.get("InstanceLifecycle") == "spot") == config.spot
+        theirs = _quota_codes(instance["InstanceType"])
+        if same_market and theirs and theirs[config.spot] == code:
+            cpu = instance.get("CpuOptions", {})
+            used += cpu.get("CoreCount", 0) * cpu.get("ThreadsPerCore", 0)
+    if used + wanted > limit:
+        raise UsageError(
+            f"Over the account's quota {code}: {wanted} more vCPUs, {used} in use, {limit:.0f} allowed. Lower --count, "
+            "take a smaller --instance_type, or ask for more: Service Quotas in the AWS console."
+        )
+    return f"{used} + {wanted} of {limit:.0f} vCPUs"
+
+
+def _quota_codes(instance_type: str) -> tuple[str, str] | None:
+    """The codes in QUOTAS for a type; None for families with quotas of their own."""
+    series = instance_type.split(".", maxsplit=1)[0]
+    letters = re.match(r"[a-z]*", series)
+    return QUOTAS.get(series[:2]) or QUOTAS.get(letters.group() if letters else "")

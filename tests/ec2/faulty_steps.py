@@ -1,0 +1,81 @@
+"""Set nodes up again and again, each time with a fault at another ssh step, then without one. Prints the counts.
+
+Runs on the host of the box that stands for the user's computer, for a cluster that `icom provision` has made there.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from icom.errors import IcomError, Stopped
+from provisioning import nodes as set_up_steps
+from provisioning import ssh
+from provisioning.aws import connect, filters
+from provisioning.cluster import Node, find_nodes
+from provisioning.hostkeys import folder_of, unborn_name
+from provisioning.ssh import Login, step
+
+FAULTS = ("error", "broken connection", "ctrl-c")
+
+
+def main(cluster: str) -> None:
+    aws = connect(None, None)
+    nodes = tuple(find_nodes(aws, filters(tag_cluster=cluster)))
+    login = Login(folder := folder_of(aws.region, cluster), "root", folder.key)
+
+    def forget_that_keys_were_replaced() -> None:
+        for node in nodes:
+            name = unborn_name(node.run, node.role)
+            folder.forget(name, str(folder.host_key(name)))
+            folder.remember([name], str(folder.host_key(node.id)))
+
+    def attempt(at: int, fault: str) -> int:
+        """How many steps were begun."""
+        begun = 0
+
+        def faulty(connection: Any, node: Node, command: str, check: Callable[[], None] = lambda: None) -> str:
+            nonlocal begun
+            begun += 1
+            if begun - 1 == at:
+                if fault == "error":
+                    command = "echo no such luck >&2; exit 3"
+                elif fault == "broken connection":
+                    connection.client.get_transport().sock.close()
+                else:
+                    raise Stopped("stopped", 2)
+            return step(connection, node, command, check)
+
+        set_up_steps.step = ssh.step = faulty
+        try:
+            set_up_steps.set_up(login, nodes, 0.5, lambda text: None, lambda: None)
+        finally:
+            set_up_steps.step = ssh.step = step
+        return begun
+
+    pause = time.sleep
+    time.sleep = lambda seconds: pause(min(seconds, 0.1))
+    forget_that_keys_were_replaced()
+    steps = attempt(-1, "")
+    for fault in FAULTS:
+        failed = 0
+        for at in range(steps):
+            forget_that_keys_were_replaced()
+            try:
+                attempt(at, fault)
+            except IcomError as error:
+                failed += 1
+                if fault == "error":
+                    assert "no such luck" in str(error), error
+                    assert any(node.id in str(error) for node in nodes), error
+            attempt(-1, "")
+            for node in nodes:
+                assert len(folder.host_keys(node.id)) == 1, folder.known_hosts.read_text()
+        print(f"{steps} ssh steps, {fault} at each: {failed} failed, the next set-up completed all")
+        assert failed or fault == "broken connection"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -78,7 +78,7 @@ def find_place(environment: Mapping[str, str]) -> Place:
 
     Where several launchers left theirs, they have to agree, with two exceptions: torchrun may be started by another
     launcher, once per machine, and then its own numbers hold; and mpirun may use srun to reach the machines, so that
-    Slurm's numbers count only where there are no others.
+    Slurm's numbers count only where there are no others, or where they say the same.
 
     Raises:
         UsageError: numbers that contradict each other, are incomplete or are none.
@@ -88,10 +88,11 @@ def find_place(environment: Mapping[str, str]) -> Place:
         for launcher, names in _LAUNCHERS.items()
         if (numbers := _numbers(environment, launcher, names))
     }
+    slurm = _slurm(environment)
     if "torchrun" in found and "TORCHELASTIC_RUN_ID" in environment:
         found = {"torchrun": found["torchrun"]}
-    if not found and (numbers := _slurm(environment)):
-        found = {"Slurm": numbers}
+    elif slurm and all(numbers[:2] == slurm[:2] for numbers in found.values()):
+        found = {"Slurm": slurm}  # srun speaks PMI too, but does not tell the local rank with it
     if not found:
         return Place(master_port=_port(environment))
     launcher, numbers = next(iter(found.items()))
@@ -108,7 +109,7 @@ def find_place(environment: Mapping[str, str]) -> Place:
         address = first_of_nodelist(environment.get("SLURM_STEP_NODELIST", ""))
     if address is None and local_size == world_size:
         address = "127.0.0.1"
-    if world_size > local_size and (address is None or _is_loopback(address)):
+    if world_size > local_size and (address is None or is_loopback(address)):
         problem = "MASTER_ADDR is not set" if address is None else f"MASTER_ADDR is {address}"
         raise UsageError(
             f"{world_size} processes on several machines ({launcher}), but {problem}: the others cannot find rank 0. "
@@ -208,7 +209,7 @@ def _slurm(environment: Mapping[str, str]) -> tuple[int, int, int, int] | None:
 
 def _checked(launcher: str, values: dict[str, str]) -> tuple[int, int, int, int]:
     for name, value in values.items():
-        if not value.isdigit():
+        if not _is_number(value):
             raise UsageError(f"The environment is wrong ({launcher}): {name} is {value!r}, no number.")
     rank, size, local_rank, local_size = (int(value) for value in values.values())
     if not (rank < size and local_rank < local_size <= size):
@@ -224,12 +225,17 @@ def _said(launcher: str, numbers: tuple[int, int, int, int]) -> str:
 
 def _port(environment: Mapping[str, str]) -> int:
     port = environment.get("MASTER_PORT", str(DEFAULT_PORT))
-    if not port.isdigit() or not 0 < int(port) < 2**16:
+    if not _is_number(port) or not 0 < int(port) < 2**16:
         raise UsageError(f"MASTER_PORT is {port!r}; a port number is 1 … 65535.")
     return int(port)
 
 
-def _is_loopback(address: str) -> bool:
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit()
+
+
+def is_loopback(address: str) -> bool:
+    """Whether the address (name or number) says that it leads to this machine alone."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:

@@ -1,8 +1,8 @@
 """The processes of a run: how they meet, what they tell each other, and how they end together.
 
-The only module that talks to other processes. The process group exists before Accelerate is started, which adopts it
-and would make a gloo group of its own otherwise. Small things (a seed, a checkpoint, digests) go through the store, as
-JSON or raw bytes; per optimizer step there is one all-reduce.
+The process group exists before Accelerate is started, which adopts it and would make a gloo group of its own otherwise.
+Small things (a seed, a checkpoint, digests) go through the store, as JSON or raw bytes; per optimizer step there is one
+all-reduce. icom/liveness.py listens meanwhile whether all of them live.
 """
 
 from __future__ import annotations
@@ -97,7 +97,22 @@ class Group:
             # gloo connects when it is first used: here, where it can be told what to do about it.
             distributed.all_reduce(torch.zeros(1, device="cuda" if collectives == "nccl" else "cpu"))
 
-        self._run(init)
+        assert self._watch is not None
+        call, deadline = _Call(init), time.monotonic() + JOIN_SECONDS
+        while not call.done.wait(0.05) and time.monotonic() < deadline:
+            if self._watch.problem:
+                raise self._ended(self._watch.problem)
+        if call.error or not call.done.is_set():
+            time.sleep(1)  # a process that died meanwhile is the better explanation
+            if self._watch.problem:
+                raise self._ended(self._watch.problem)
+            atexit.register(_exit_at_once)
+            why = str(call.error).splitlines()[0] if call.error else f"no connection within {JOIN_SECONDS} s"
+            interface = os.environ.get("GLOO_SOCKET_IFNAME", "that of the machine's name")
+            raise IcomError(
+                f"The processes cannot be connected with {collectives} ({why}). All ports have to be open between the "
+                f"machines; the interface here is {interface} (GLOO_SOCKET_IFNAME)."
+            ) from call.error
         self.collectives = collectives
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -166,8 +181,10 @@ class Group:
         while not call.done.wait(0.05):
             if self._watch.problem:
                 raise self._ended(self._watch.problem)
-        if call.error:
+        if isinstance(call.error, RuntimeError):  # torch's own errors are that
             raise self._ended(self._watch.why_broken(str(call.error))) from call.error
+        if call.error:
+            raise call.error
         return call.result
 
     def _ended(self, problem: Problem) -> Lost:
@@ -209,21 +226,30 @@ class Group:
                 distributed.destroy_process_group()
 
     def _part(self, *, hurry: bool) -> None:
-        """Rank 0 goes when everybody has what it told, and the others when rank 0 is ready: it keeps the store."""
+        """Rank 0 goes when everybody has what it told, and the others when rank 0 is ready: it keeps the store.
+
+        Raises:
+            Lost: rank 0 is gone before it was ready.
+        """
         assert self._store is not None
         assert self._watch is not None
         lost = self._lost.ranks if self._lost else frozenset()
-        deadline = time.monotonic() + _LEAVE_SECONDS
+        deadline = time.monotonic() + (_LEAVE_SECONDS if hurry else JOIN_SECONDS)
         try:
             if self.leads:
+                if not hurry:
+                    self._watch.expect_ends()
                 self._store.set("left/0", "1")
-            keys = [f"left/{rank}" for rank in range(1, self.size) if rank not in lost] if self.leads else ["left/0"]
-            while not self._store.check(keys) and not (hurry and time.monotonic() > deadline):
+                keys = [f"left/{rank}" for rank in range(1, self.size) if rank not in lost]
+                while not self._store.check(keys) and time.monotonic() < deadline:
+                    time.sleep(0.02)
+                return
+            while not self._store.check(["left/0"]) and not (hurry and time.monotonic() > deadline):
                 if not hurry and self._watch.problem:
-                    break
+                    raise self._ended(self._watch.problem)
                 time.sleep(0.02)
-            if not self.leads:
-                self._store.set(f"left/{self.rank}", "1")
+            self._watch.stop()  # before rank 0 can go: its end is no loss then
+            self._store.set(f"left/{self.rank}", "1")
         except RuntimeError:
             return  # the store is gone already
 
@@ -245,7 +271,13 @@ def joined(place: Place) -> Iterator[Group]:
         yield ALONE
         return
     export(place)
-    group = _meet(place)
+    try:
+        group = _meet(place)
+    except (RuntimeError, OSError) as error:  # torch's errors are RuntimeErrors
+        raise IcomError(
+            f"Rank {place.rank} on {socket.gethostname()} lost rank 0 at {place.master_address} while they met "
+            f"({str(error).splitlines()[0]}). Look at rank 0's output. All ports have to be open between the machines."
+        ) from error
     try:
         yield group
     except BaseException as error:
@@ -258,6 +290,8 @@ def prepare_environment(collectives: str, place: Place) -> None:
     """Set what gloo and oneCCL read from the environment, where the user has not."""
     assert place.master_address is not None
     interface = machine.interface_towards(place.master_address)
+    if interface in {i.name for i in machine.interfaces() if i.loopback}:
+        interface = machine.interface_towards()  # the master's own name leads to 127.0.1.1 on Debian
     if interface and place.world_size > place.local_size:
         # Else gloo takes the address that the machine's own name resolves to, on many 127.0.0.1 or 127.0.1.1.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -345,16 +379,17 @@ class _Call:
     def __init__(self, function: Callable[[], Any]) -> None:
         self.done = threading.Event()
         self.result: Any = None
-        self.error: RuntimeError | None = None
+        self.error: Exception | None = None
         self._function = function
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
         try:
             self.result = self._function()
-        except RuntimeError as error:  # torch's own errors are that
+        except Exception as error:  # for whoever waits
             self.error = error
-        self.done.set()
+        finally:
+            self.done.set()
 
 
 def _get(store: Store, key: str) -> bytes:

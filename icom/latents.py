@@ -66,13 +66,15 @@ def load_moments(
     *,
     rank: int = 0,
     world_size: int = 1,
+    local_rank: int = 0,
+    local_size: int = 1,
     wait_for_everyone: Callable[[], None] = lambda: None,
     decode_threads: int = 0,
 ) -> Moments:
     """The moments of every picture and flip, from the cache or the VAE.
 
-    Ranks compute disjoint parts, then read each other's; what a rank does not find then (no shared disk, or the cache
-    cannot be written) it computes itself.
+    Ranks compute disjoint parts, then read each other's. Of what is not found then (no shared disk) those of a machine
+    compute disjoint parts, and what is still missing (the cache cannot be written) every rank for itself.
 
     Args:
         pictures: checked pictures.
@@ -82,6 +84,8 @@ def load_moments(
         folder: of the cache.
         rank: of this process.
         world_size: number of processes.
+        local_rank: of this process among those on its machine.
+        local_size: number of those.
         wait_for_everyone: barrier over all processes.
         decode_threads: threads that decode pictures ahead of the VAE.
     """
@@ -90,22 +94,21 @@ def load_moments(
         for picture in pictures
         for flip in (False, True)
     ]
-    found = {variant: entry for variant in variants if (entry := _read(variant.path)) is not None}
-    missing = [variant for variant in variants if variant not in found]
-    hits = len(found)
+    found: dict[_Variant, tuple[torch.Tensor, torch.Tensor]] = {}
+    computed: dict[_Variant, tuple[torch.Tensor, torch.Tensor]] = {}
+    hits = None
     # By place among all variants: what a rank finds missing depends on when it looks.
-    mine = [variant for i, variant in enumerate(variants) if i % world_size == rank and variant not in found]
-    computed = dict(_encode(mine, transform, vae, folder, decode_threads, show=rank == 0))
-    if world_size > 1:
+    for part, parts in ((rank, world_size), (local_rank, local_size), (0, 1)):
+        missing = [variant for variant in variants if variant not in found and variant not in computed]
+        found |= {variant: entry for variant in missing if (entry := _read(variant.path)) is not None}
+        hits = len(found) if hits is None else hits
+        mine = [v for i, v in enumerate(variants) if i % parts == part and v not in found and v not in computed]
+        computed |= dict(_encode(mine, transform, vae, folder, decode_threads, show=rank == 0))
         wait_for_everyone()
-        others = [variant for variant in missing if variant not in computed]
-        found |= {variant: entry for variant in others if (entry := _read(variant.path)) is not None}
-        rest = [variant for variant in others if variant not in found]
-        computed |= dict(_encode(rest, transform, vae, folder, decode_threads, show=rank == 0))
     entries = [found.get(variant) or computed[variant] for variant in variants]
     mean, std = (torch.stack(parts) for parts in zip(*entries, strict=True))
     shape = (len(pictures), 2, *mean.shape[1:])
-    return Moments(mean.view(shape), std.view(shape), hits, len(computed))
+    return Moments(mean.view(shape), std.view(shape), hits or 0, len(computed))
 
 
 def _key(picture: Picture, transform: Transform, vae_digest: str, *, flip: bool) -> str:

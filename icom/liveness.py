@@ -38,7 +38,7 @@ SUSPECT_SECONDS = 4.0
 GRACE_SECONDS = 15.0
 """The main thread has so long to stop by itself (it may be drawing a picture, or inside a product)."""
 REAP_SECONDS = 5
-"""After the processes of a broken run have ended, their mpirun has so long to end before it is told to, and killed."""
+"""Once a process is lost, mpirun has so long to end before it is told to, and again before it is killed."""
 
 _PROBLEM, _PORT = "problem", "watch port"
 _GOODBYE = b"."
@@ -90,6 +90,7 @@ class Watch:
         self.handled = threading.Event()
         self._store, self._launchers = store, launchers
         self._stopped = threading.Event()
+        self._parting = False
         self._lock = threading.Lock()
         now = time.monotonic()
         self._beats: list[tuple[bytes, float]] = [(b"", now) for _ in hosts]
@@ -115,11 +116,11 @@ class Watch:
         Returns:
             What ends the run: this, or what another process told before.
         """
+        if self.problem is None and 0 not in problem.lost:  # else the store is gone as well
+            with contextlib.suppress(RuntimeError):
+                problem = _decoded(self._store.compare_set(_PROBLEM, "", _encoded(problem)))
         with self._lock:
             if self.problem is None:
-                if 0 not in problem.lost:  # else the store is gone as well
-                    with contextlib.suppress(RuntimeError):
-                        problem = _decoded(self._store.compare_set(_PROBLEM, "", _encoded(problem)))
                 self._learn(problem)
             assert self.problem
             return self.problem
@@ -133,8 +134,13 @@ class Watch:
         alive = f"the processes lost each other ({error.splitlines()[0]}), though all of them are alive."
         return self.problem or self.tell(Problem(alive, 0))
 
+    def expect_ends(self) -> None:
+        """From now on nobody can be missed: what was to be computed together is."""
+        self._parting = True
+
     def stop(self) -> None:
         """Stop beating; the others must not be waiting for this process any more."""
+        self.expect_ends()
         self._stopped.set()
         if self._line:
             with contextlib.suppress(OSError):
@@ -153,17 +159,15 @@ class Watch:
         if problem.lost:
             self._launchers.end()
 
-    def _lose(self, lost: set[int]) -> None:
-        if self._stopped.is_set():
-            return
-        rest = [rank for rank in range(len(self.hosts)) if rank not in lost]
-        why = "It died, or the network is down." if len(lost) == 1 else "They died, or the network is down."
-        self.tell(Problem(f"lost {self._names(lost)}. {why} {_AGAIN}", min(rest), frozenset(lost)))
+    def _lose(self, lost: set[int], speaker: int = 0) -> None:
+        if not self._parting:
+            why = "It died, or the network is down." if len(lost) == 1 else "They died, or the network is down."
+            self.tell(Problem(f"lost {self._names(lost)}. {why} {_AGAIN}", speaker, frozenset(lost)))
 
     def _lose_rank_0(self) -> None:
-        # All the others see this, and cannot agree on who speaks: the lowest rank of another machine does.
-        first = self.hosts[0]
-        self._lose({r for r, host in enumerate(self.hosts) if r == 0 or host == first != self.hosts[self.rank]})
+        # All the others see this and have no store any more to agree in. Rank 0's whole machine may be gone.
+        elsewhere = [rank for rank, host in enumerate(self.hosts) if host != self.hosts[0]]
+        self._lose({0}, min(elsewhere, default=1))
 
     def _listen(self, server: socket.socket) -> None:
         """On rank 0: learn of the others' end by that of their connections."""
@@ -218,7 +222,7 @@ class Watch:
     def _look(self, silent_for: float) -> None:
         """Whether somebody has not beaten for so many seconds."""
         now = time.monotonic()
-        if now - self._answered > silent_for:
+        if self.rank and now - self._answered > silent_for:
             self._lose_rank_0()
         lost = {rank for rank, (_, when) in enumerate(self._beats) if now - when > silent_for} - {self.rank}
         if lost and self.problem is None:
@@ -226,10 +230,16 @@ class Watch:
 
     def _guard(self) -> None:
         """Notice silence, and end the process where its main thread does not come to it."""
+        looked = time.monotonic()
         while not self._stopped.wait(BEAT_SECONDS / 2):
+            now = time.monotonic()
+            if now - looked > SUSPECT_SECONDS:  # it was this process that stood still: Ctrl-Z, a paused machine
+                self._answered = now
+                self._beats = [(beat, now) for beat, _ in self._beats]
+            looked = now
             if self.problem is None:
                 self._look(SILENT_SECONDS)
-            elif not self.handled.wait(GRACE_SECONDS):
+            elif not self.handled.wait(GRACE_SECONDS) or not self._stopped.wait(GRACE_SECONDS):
                 os._exit(1)
 
     def _names(self, ranks: set[int]) -> str:
@@ -261,7 +271,7 @@ class Launchers:
         return next((name for process, name in self._parents if not _is_alive(process)), None)
 
     def end(self) -> None:
-        """See to it that mpirun ends soon after its processes on this machine, and ssh with it.
+        """See to it that mpirun ends soon, and ssh with it.
 
         It would wait for ever for a machine that cannot be reached. In a process of its own, because this one ends.
         """

@@ -190,6 +190,8 @@ def prepare(
         cache_folder(config.cache_dir),
         rank=group.rank,
         world_size=group.size,
+        local_rank=group.place.local_rank,
+        local_size=group.place.local_size,
         wait_for_everyone=group.wait_for_everyone,
         decode_threads=config.dataloader_num_workers,
     )

@@ -86,6 +86,7 @@ def _train(config: TrainConfig, group: Group) -> Callable[[float], None] | None:
     group.agree("The options", {name: value for name, value in settings(config).items() if name not in PLACES})
     group.agree("The pictures", {picture.path.name: picture.digest for picture in pictures})
     collectives, _ = choose_collectives(config.collectives, backend.process_group)
+    group.agree("The collectives", {"collectives": collectives})
     group.connect(collectives)
     reporters = tracking.choose(config.report_to)
     output = Path(config.output_dir)
@@ -191,6 +192,8 @@ def _loop(run: Run, state: State, metrics: Metrics | None, stop: StopRequest) ->
                     _save(run, step, next_sample)
                 raise
             if not math.isfinite(loss):
+                if not run.leads:
+                    run.group.wait_for_everyone()  # for rank 0's error: it knows the checkpoints
                 raise _diverged(run, step, loss)
             if saved_at is not None and run.leads and config.checkpoints_total_limit:
                 # Not when it was saved: its rows might have been the ones that go astray, and the older good.

@@ -59,6 +59,8 @@ SWITCHES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR
         (PMI | TORCHRUN | MASTER, "torchrun"),  # as Accelerate leaves it under mpirun
         # mpirun reaches the machines with srun: Slurm counts machines then.
         (PMI | MASTER | SLURM | {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "3"}, "Intel MPI or MPICH"),
+        # srun speaks PMI as well, which lacks the local numbers.
+        ({"PMI_RANK": "4", "PMI_SIZE": "6"} | MASTER | SLURM, "Slurm"),
         # torchrun started by mpirun, once per machine.
         (TORCHRUN | MASTER | PMI | {"PMI_RANK": "2", "PMI_SIZE": "3", "TORCHELASTIC_RUN_ID": "x"}, "torchrun"),
     ],
@@ -295,6 +297,28 @@ def test_hanging_rank_is_noticed(monkeypatch: pytest.MonkeyPatch, capfd: pytest.
     assert capfd.readouterr().err.count("icom: lost b (rank 1)") == 1
 
 
+def test_one_speaks_when_rank_0_is_gone(capfd: pytest.CaptureFixture[str]) -> None:
+    """Nobody can ask rank 0's store any more who does; its machine has another rank, which may be gone as well."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    watches = [Watch(store.clone(), rank, ["a", "a", "b", "b"], "127.0.0.1", Launchers()) for rank in range(4)]
+    for watch in watches[1:]:
+        watch._lose_rank_0()
+    for watch in watches:
+        watch.stop()
+    assert {watch.problem.lost for watch in watches[1:] if watch.problem} == {frozenset({0})}
+    assert capfd.readouterr().err.count("icom: lost a (rank 0)") == 1
+
+
+def test_divergence_is_told_by_the_one_that_knows_the_checkpoints(ranks: Callable[..., Ranks]) -> None:
+    results = ranks(2, max_train_steps=9, checkpointing_steps=1, learning_rate=1e30).results()
+    assert [result.code for result in results] == [1, 1]
+    told = "".join(result.err for result in results)
+    assert len(re.findall("icom: ", told)) == 1, told
+    assert re.search(r"rank 0\): The loss became nan at step 2", told), told
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -360,6 +384,10 @@ def test_ranks_that_do_not_meet(tmp_path: Path) -> None:
     """One that does not come, one that is told of another size, and two that are told to be the same."""
     absent = Ranks(tmp_path, 1, "-c", JOIN, of={0: {"PMI_SIZE": "3", "MPI_LOCALNRANKS": "3"}}).results()
     assert "ERROR After 3 s rank 1, 2 of 3 did not come to 127.0.0.1:" in absent[0].out
+    two_of_three = {rank: {"PMI_SIZE": "3", "MPI_LOCALNRANKS": "3"} for rank in (0, 1)}
+    zero, one = Ranks(tmp_path, 2, "-c", JOIN, of=two_of_three).results()
+    assert "rank 2 of 3 did not come" in zero.out
+    assert ("ERROR" in one.out, "Traceback" in one.err) == (True, False)
     other_size = {1: {"PMI_SIZE": "3", "MPI_LOCALNRANKS": "3"}}
     told = "".join(result.out for result in Ranks(tmp_path, 2, "-c", JOIN, of=other_size).results())
     assert "Is another run using 127.0.0.1:" in told

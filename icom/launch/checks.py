@@ -237,6 +237,6 @@ def _explain(target: Target, code: int, errors: str) -> Problem:
     if code in (126, 127):
         what = f"no {sys.executable}"
         return Problem(target.name, what, f"make setup-master, there in {Path.cwd()}: the paths have to be the same")
-    if "No module named" in last or last == OTHER_COMMIT:
+    if any(words in last for words in ("No module named", "cannot import name", OTHER_COMMIT)):
         return Problem(target.name, last, _SAME_COMMIT)
     return Problem(target.name, f"the check failed there: {last}", "repair that, there")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from icom import machine
-from icom.distributed import CCL_ENVIRONMENT, DEFAULT_PORT, has_ccl
+from icom.distributed import CCL_ENVIRONMENT, DEFAULT_PORT, has_ccl, is_loopback
 from icom.errors import IcomError, UsageError
 from icom.launch.config import Flavour
 from icom.launch.hosts import LOCAL_NAMES, Host
@@ -155,7 +155,7 @@ def find_master(hosts: Sequence[Host], environment: Mapping[str, str]) -> Master
             raise IcomError("There is no default route to tell this machine's address by. Give --hosts FILE.")
         address, why = found[0], f"this machine's address on {interface}, which has the default route"
     address, why = environment.get("MASTER_ADDR", address), YOURS if "MASTER_ADDR" in environment else why
-    if (others or not hosts) and _is_loopback(address):
+    if (others or not hosts) and is_loopback(address):
         raise UsageError(
             f"MASTER_ADDR={address} would send every host to itself: rank 0 is on the first host alone. Unset it, or "
             "give that host's address in the network of the others."
@@ -168,13 +168,6 @@ def find_master(hosts: Sequence[Host], environment: Mapping[str, str]) -> Master
     else:
         raise UsageError(f"MASTER_PORT={given} is no port. Unset it, or give a number from 1 to 65535.")
     return Master(address, port, interface, towards, why, why_port)
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return address == "localhost"
 
 
 def _free_port(address: str) -> tuple[int, str]:

@@ -100,13 +100,27 @@ def test_ranks_compute_disjoint_parts_and_share_them(vae: AutoencoderKL, tmp_pat
     other_rank = {}
 
     def meet() -> None:  # at the barrier the other rank has done its part
-        other_rank["encoded"] = moments(vae, tmp_path, rank=1, world_size=2)[1]
+        if not other_rank:
+            other_rank["encoded"] = moments(vae, tmp_path, rank=1, world_size=2)[1]
 
     alone, _ = moments(vae, tmp_path / "alone")
     both, encoded = moments(vae, tmp_path, rank=0, world_size=2, wait_for_everyone=meet)
     assert encoded == 5
     assert other_rank["encoded"] == 5
     assert torch.equal(both.mean, alone.mean)
+
+
+def test_ranks_of_a_machine_share_what_others_keep_elsewhere(vae: AutoencoderKL, tmp_path: Path) -> None:
+    """Four ranks on two machines without a shared disk: each of a machine's two encodes half."""
+    met: list[None] = []
+
+    def meet() -> None:
+        met.append(None)
+        if len(met) == 2:
+            moments(vae, tmp_path, rank=1, world_size=4, local_rank=1, local_size=2)
+
+    place = {"rank": 0, "world_size": 4, "local_rank": 0, "local_size": 2}
+    assert moments(vae, tmp_path, wait_for_everyone=meet, **place)[1] == 5
 
 
 def test_decoding_in_threads_changes_nothing(vae: AutoencoderKL, tmp_path: Path) -> None:

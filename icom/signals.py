@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -39,17 +39,23 @@ def _stop_at_once(number: int, frame: FrameType | None) -> None:
 class StopRequest:
     """Context manager that turns the first SIGINT or SIGTERM into a request that the loop asks for.
 
-    A second signal acts as it would have without us. `doing` tells the user what happens after the first.
+    A second signal acts as it would have without us. `doing` tells the user what happens after the first. `also` names
+    more signals: SIGHUP, for a terminal that is closed, which stays ignored where it was (nohup), and whose repetitions
+    are ignored: a terminal sends one and so does its shell.
     """
 
-    def __init__(self, doing: str = "finishing this step, then saving") -> None:
+    def __init__(self, doing: str = "finishing this step, then saving", also: Sequence[signal.Signals] = ()) -> None:
         self.doing = doing
+        self.also = also
         self.signal_number: int | None = None
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
         for number in (signal.SIGINT, signal.SIGTERM):
             self._before[number] = signal.signal(number, self._on_signal)
+        for number in self.also:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(
@@ -60,8 +66,11 @@ class StopRequest:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.signal_number = number
         self._restore()
+        for hangup in self.also:
+            signal.signal(hangup, signal.SIG_IGN)
         name = signal.Signals(number).name
-        print(f"\nicom: {name}: {self.doing} (again: stop at once).", file=sys.stderr)
+        with suppress(OSError, ValueError):  # the terminal may be gone
+            print(f"\nicom: {name}: {self.doing} (again: stop at once).", file=sys.stderr)
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

@@ -25,6 +25,12 @@ NOT_YET = (
 VISIBLE_TRIES = 8
 VISIBLE_SECONDS = 2.0
 POLL_SECONDS = 5
+LOST: dict[str, tuple[str, ...]] = {
+    "running": ("stopping", "shutting-down", "terminated"),
+    "stopped": ("shutting-down", "terminated"),
+    "terminated": (),
+}
+"""State that is waited for -> states from which no instance gets there by itself."""
 
 CREDENTIALS_HELP = (
     "Check them with `aws sts get-caller-identity`; get new ones with `aws sso login` or `aws configure`."
@@ -131,35 +137,42 @@ def when_visible(call: Callable[[], T], codes: Collection[str] = NOT_YET) -> T:
     return call()
 
 
-def wait_for(aws: Aws, waiter: str, ids: Collection[str], minutes: float) -> None:
-    """Wait with one of botocore's waiters for instances.
+def wait_for(aws: Aws, wanted: str, ids: Collection[str], minutes: float) -> None:
+    """Wait until instances are in a state.
 
     Args:
         aws: the connection.
-        waiter: instance_running, instance_stopped or instance_terminated.
+        wanted: running, stopped or terminated; an instance that EC2 does not list any more counts as terminated.
         ids: of the instances; none is fine.
         minutes: how long at most.
 
     Raises:
-        IcomError: the time is over, or one of them went another way; says which, and EC2's reason.
+        IcomError: the time is over, or one of them cannot get there any more; says which, and EC2's reason.
     """
-    from botocore.exceptions import WaiterError
+    deadline = time.monotonic() + minutes * 60
+    while late := _not_yet(aws, wanted, ids):
+        told = "; ".join(f"{id} is {state}" + (f" ({reason})" if reason else "") for id, state, reason in late)
+        if any(state in LOST[wanted] for _, state, _ in late):
+            raise IcomError(f"Not {wanted}: {told}")
+        if time.monotonic() >= deadline:
+            raise IcomError(f"Not {wanted} in {minutes:g} minutes (--wait_minutes): {told}")
+        time.sleep(POLL_SECONDS)
 
+
+def _not_yet(aws: Aws, wanted: str, ids: Collection[str]) -> list[tuple[str, str, str]]:
+    """(id, state, EC2's reason) of the instances that are in another state."""
     if not ids:
-        return
-    limits = {"Delay": POLL_SECONDS, "MaxAttempts": max(1, round(minutes * 60 / POLL_SECONDS))}
-    try:
-        aws.ec2.get_waiter(waiter).wait(InstanceIds=list(ids), WaiterConfig=limits)
-    except WaiterError as error:
-        wanted = waiter.removeprefix("instance_")
-        late = [
-            f"{instance['InstanceId']} is {instance['State']['Name']}"
-            + (f" ({reason})" if (reason := instance.get("StateReason", {}).get("Message")) else "")
-            for reservation in error.last_response.get("Reservations", [])
-            for instance in reservation["Instances"]
-            if instance["State"]["Name"] != wanted
-        ]
-        raise IcomError(f"Not {wanted} in {minutes:g} minutes (--wait_minutes): {'; '.join(late) or error}") from error
+        return []
+    # As a filter: an id that EC2 does not know (yet, or any more) is no error then.
+    found = pages(aws.ec2, "describe_instances", "Reservations", Filters=filters(instance_id=list(ids)))
+    instances = {instance["InstanceId"]: instance for reservation in found for instance in reservation["Instances"]}
+    states = {id: instances[id]["State"]["Name"] if id in instances else "not listed" for id in ids}
+    there = (wanted, "not listed") if wanted == "terminated" else (wanted,)
+    return [
+        (id, state, instances.get(id, {}).get("StateReason", {}).get("Message", ""))
+        for id, state in states.items()
+        if state not in there
+    ]
 
 
 @contextmanager

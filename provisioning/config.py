@@ -15,7 +15,7 @@ from icom.config import read_yaml
 from icom.errors import UsageError
 
 CLUSTER_NAME = re.compile(r"[a-z][a-z0-9-]{0,31}")
-ANYWHERE = ipaddress.IPv4Network("0.0.0.0/0")
+WIDEST_PREFIX = 8  # 10.0.0.0/8 is the largest network that can be one owner's own
 
 
 @dataclass(kw_only=True)
@@ -66,7 +66,7 @@ class ProvisionConfig(WhereConfig):
     ssh_from: str | None = None
     """Addresses that may use ssh, as CIDR. Default: yours alone, as --address_url tells it."""
     ssh_from_anywhere: bool = False
-    """Allow --ssh_from 0.0.0.0/0."""
+    """Allow an --ssh_from wider than /8, such as 0.0.0.0/0."""
     address_url: str = "https://checkip.amazonaws.com"
     """Service that answers with the caller's public IPv4 address."""
     private_ip: bool = False
@@ -220,30 +220,34 @@ def check_provision_config(config: ProvisionConfig) -> None:
         if value is not None and not 0 < value < 10_000:
             raise UsageError(f"--{name} has to be a positive number, not {value}.")
     if config.ssh_from is not None:
-        network = parse_cidr(config.ssh_from)
-        if network == ANYWHERE and not config.ssh_from_anywhere:
-            raise UsageError(
-                f"--ssh_from {network} lets the whole internet try your nodes' ssh. If you mean it, add "
-                "--ssh_from_anywhere; else leave --ssh_from away and only your address is let in."
-            )
+        ssh_source(config.ssh_from, config.ssh_from_anywhere)
     elif config.ssh_from_anywhere:
-        raise UsageError(f"--ssh_from_anywhere allows --ssh_from {ANYWHERE}: give that too, or drop it.")
+        raise UsageError("--ssh_from_anywhere allows a wide --ssh_from, such as 0.0.0.0/0: give that too, or drop it.")
+    if config.spot and config.capacity_reservation:
+        raise UsageError("--spot instances cannot start in a --capacity_reservation: drop one of them.")
     if config.key_file and not config.key_name:
         raise UsageError("--key_file is the private half of --key_name: give both, or neither.")
     if config.key_name:
         check_key_file(key_file(config))
 
 
-def parse_cidr(text: str) -> ipaddress.IPv4Network:
-    """An IPv4 address or network, such as 203.0.113.7 or 203.0.113.0/24.
+def ssh_source(text: str, anywhere: bool) -> ipaddress.IPv4Network:
+    """Who may use ssh: an IPv4 address or network, such as 203.0.113.7 or 203.0.113.0/24, wherever it comes from.
 
     Raises:
-        UsageError: it is none.
+        UsageError: it is none, or so wide that it takes `anywhere`.
     """
     try:
-        return ipaddress.IPv4Network(text)
+        network = ipaddress.IPv4Network(text)
     except ValueError as error:
         raise UsageError(f"--ssh_from {text}: {error}. Give an IPv4 network, for instance 203.0.113.7/32.") from None
+    if network.prefixlen < WIDEST_PREFIX and not anywhere:
+        who = "the whole internet" if network.prefixlen == 0 else f"{network.num_addresses:,} addresses"
+        raise UsageError(
+            f"--ssh_from {network} lets {who} try your nodes' ssh. If you mean it, add --ssh_from_anywhere; else leave "
+            "--ssh_from away and only your address is let in."
+        )
+    return network
 
 
 def key_file(config: ProvisionConfig) -> Path:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from icom.errors import IcomError
-from provisioning.aws import Aws, error_code, filters, wait_for, when_visible
+from provisioning.aws import Aws, error_code, explained, filters, wait_for, when_visible
 from provisioning.cluster import TAG_CLUSTER, TAG_RUN, Cluster, Node, find_cluster, find_nodes, tags_of
-from provisioning.hostkeys import Folder, KeyPair, make_key, unborn_name
+from provisioning.hostkeys import Folder, make_key, unborn_name
 from provisioning.plan import Plan, ingress_rules, launch_request
 from provisioning.teardown import end_nodes
 from provisioning.userdata import user_data
@@ -21,6 +22,17 @@ NO_ROOM = (
     *("InsufficientFreeAddressesInSubnet", "ReservationCapacityExceeded", "SpotMaxPriceTooLow", "Unsupported"),
 )
 """What EC2 says when a zone or subnet cannot take the nodes and another one may."""
+
+
+@dataclass
+class Launches:
+    """What a call has launched, for who removes it: the tags of what is new show late."""
+
+    check: Callable[[], None]
+    """Raises if the call is to stop."""
+    ids: list[str] = field(default_factory=list)
+    unknown: dict[str, Any] | None = None
+    """A RunInstances request that was sent and of which nobody knows what became."""
 
 
 def rehearse(aws: Aws, plan: Plan) -> None:
@@ -39,6 +51,7 @@ def rehearse(aws: Aws, plan: Plan) -> None:
         request = launch_request(plan, role, plan.subnets[0].id, "", "")
         # What does not exist yet cannot be named.
         del request["NetworkInterfaces"][0]["Groups"]
+        del request["ClientToken"]  # it belongs to the real launch
         if plan.make_key:
             del request["KeyName"]
         if plan.make_placement:
@@ -56,7 +69,7 @@ def _would(call: Any, **request: Any) -> None:
             raise
 
 
-def build(aws: Aws, plan: Plan, cluster: Cluster, folder: Folder, say: Say) -> Cluster:
+def build(aws: Aws, plan: Plan, cluster: Cluster, folder: Folder, launches: Launches, say: Say) -> Cluster:
     """Make everything of the plan and wait until the nodes run.
 
     Returns:
@@ -72,7 +85,7 @@ def build(aws: Aws, plan: Plan, cluster: Cluster, folder: Folder, say: Say) -> C
     if plan.make_placement:
         _placement_group(aws, plan, say)
     if plan.roles:
-        _launch_somewhere(aws, plan, group, client_key, folder, say)
+        _launch_somewhere(aws, plan, group, client_key, folder, launches, say)
     _wait_until_running(aws, plan, say)
     return find_cluster(aws, plan.config.cluster)
 
@@ -102,15 +115,12 @@ def _security_group(aws: Aws, plan: Plan, cluster: Cluster, say: Say) -> str:
     """The id of the cluster's security group, made if need be, with exactly the plan's rules."""
     found = cluster.group
     if found is None:
-        _unless_made(
+        found = _unless_made(
             lambda: aws.ec2.create_security_group(**_group_request(plan)),
             "InvalidGroup.Duplicate",
             lambda: _described_group(aws, plan),
             plan,
         )
-        found = _described_group(aws, plan)
-        if found is None:
-            raise IcomError(f"EC2 made security group {plan.name} and does not show it. Try again in a minute.")
         say(f"security group {found['GroupId']}")
     group = str(found["GroupId"])
     _set_rules(aws, plan, found)
@@ -128,7 +138,7 @@ def _set_rules(aws: Aws, plan: Plan, group: dict[str, Any]) -> None:
 
     id = str(group["GroupId"])
     wanted = ingress_rules(plan, id)
-    there = group["IpPermissions"]
+    there = group.get("IpPermissions", [])  # none in the answer to its creation
     keep = [rule for rule in there if _sources(rule) in [_sources(rule) for rule in wanted]]
     if stale := [rule for rule in there if rule not in keep]:
         aws.ec2.revoke_security_group_ingress(GroupId=id, IpPermissions=stale)
@@ -184,25 +194,41 @@ def _placement_group(aws: Aws, plan: Plan, say: Say) -> None:
     say(f"placement group {plan.name}")
 
 
-def _unless_made(make: Callable[[], Any], duplicate: str, find: Callable[[], Any], plan: Plan) -> None:
-    """Make a thing that has a name; a duplicate of this very run is the trace of an answer that was lost."""
+def _unless_made(
+    make: Callable[[], dict[str, Any]], duplicate: str, find: Callable[[], dict[str, Any] | None], plan: Plan
+) -> dict[str, Any]:
+    """Make a thing that has a name; a duplicate of this very run is the trace of an answer that was lost.
+
+    Returns:
+        What EC2 tells of it: the answer to its creation, or its description.
+    """
     from botocore.exceptions import ClientError
 
     try:
-        make()
+        return make()
     except ClientError as error:
         if error_code(error) != duplicate:
             raise
-        tags = tags_of(find() or {})
+        found: dict[str, Any] = {}
+
+        def shown() -> bool:
+            described = when_visible(find)
+            found.update(described or {})
+            return bool(found)
+
+        until(shown)
+        tags = tags_of(found)
         if tags.get(TAG_RUN) == plan.run:
-            return
+            return found
         owner = "another icom provision made it a moment ago" if TAG_CLUSTER in tags else "icom did not make it"
         raise IcomError(
             f"{error.operation_name}: {plan.name} exists already, and {owner}. Choose another --cluster, or remove it."
         ) from error
 
 
-def _launch_somewhere(aws: Aws, plan: Plan, group: str, client_key: str | None, folder: Folder, say: Say) -> None:
+def _launch_somewhere(
+    aws: Aws, plan: Plan, group: str, client_key: str | None, folder: Folder, launches: Launches, say: Say
+) -> None:
     """Launch all missing nodes in one subnet: the first of the plan's that takes all of them."""
     from botocore.exceptions import ClientError
 
@@ -211,11 +237,13 @@ def _launch_somewhere(aws: Aws, plan: Plan, group: str, client_key: str | None, 
         folder.remember([unborn_name(plan.run, role)], key.public)
     refusals = []
     for subnet in plan.subnets:
-        launched: list[str] = []
         try:
             for role in plan.roles:
-                launched.append(_launch(aws, plan, role, subnet.id, group, keys[role], client_key, folder))
-                say(f"{role}: {launched[-1]} in {subnet.zone}")
+                key = keys[role]
+                request = launch_request(plan, role, subnet.id, group, user_data(key, client_key, plan.ends))
+                id = _launch(aws, request, launches)
+                folder.remember([id], key.public)
+                say(f"{role}: {id} in {subnet.zone}")
             return
         except ClientError as error:
             if error_code(error) not in NO_ROOM:
@@ -223,7 +251,8 @@ def _launch_somewhere(aws: Aws, plan: Plan, group: str, client_key: str | None, 
             refusals.append(f"{subnet.zone}: {error_code(error)}: {error.response['Error']['Message']}")
             say(f"{subnet.zone} cannot take {role}: {error_code(error)}")
         # All nodes or none, per zone. Waiting until they are gone frees placement group and quota for the next.
-        end_nodes(aws, launched, plan.config.wait_minutes)
+        end_nodes(aws, launches.ids, plan.config.wait_minutes)
+        launches.ids.clear()
     raise IcomError(
         f"No zone can take {len(plan.roles)} x {plan.config.instance_type} now. "
         + "; ".join(refusals)
@@ -231,15 +260,46 @@ def _launch_somewhere(aws: Aws, plan: Plan, group: str, client_key: str | None, 
     )
 
 
-def _launch(
-    aws: Aws, plan: Plan, role: str, subnet: str, group: str, key: KeyPair, client_key: str | None, folder: Folder
-) -> str:
+def _launch(aws: Aws, request: dict[str, Any], launches: Launches) -> str:
     """Launch one node; its instance id."""
-    request = launch_request(plan, role, subnet, group, user_data(key, client_key, plan.ends))
-    answer = when_visible(lambda: aws.ec2.run_instances(**request))
+    from botocore.exceptions import ClientError
+
+    launches.check()  # before it could have been sent
+    launches.unknown = request
+    try:
+        answer = when_visible(lambda: aws.ec2.run_instances(**request))
+    except ClientError as error:
+        if _is_refusal(error):
+            launches.unknown = None
+        raise
     id = str(answer["Instances"][0]["InstanceId"])
-    folder.remember([id], key.public)
+    launches.ids.append(id)
+    launches.unknown = None
     return id
+
+
+def _is_refusal(error: Any) -> bool:
+    """Whether EC2 said no, and did not just fail to say what it did. Some of its refusals come as server errors."""
+    status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    return status < 500 or error_code(error) in (*NO_ROOM, "RequestLimitExceeded")
+
+
+def learn_launched(aws: Aws, launches: Launches) -> list[str]:
+    """Find out what became of a launch whose answer was lost: its id, to end it, comes with the answer to a repetition.
+
+    Returns:
+        What stays unknown, in words.
+    """
+    if launches.unknown is None:
+        return []
+    try:
+        with explained():
+            # The same token: it gives the instance that was launched; if none was, one that is ended right away.
+            _launch(aws, launches.unknown, launches)
+    except IcomError as error:
+        if launches.unknown:
+            return [f"Whether an instance was launched is not known (token {launches.unknown['ClientToken']}): {error}"]
+    return []
 
 
 def _wait_until_running(aws: Aws, plan: Plan, say: Say) -> None:
@@ -258,7 +318,7 @@ def _wait_until_running(aws: Aws, plan: Plan, say: Say) -> None:
     if not until(listed):
         raise IcomError(f"EC2 lists {len(nodes)} live nodes where {expected} were started. See icom status.")
     say(f"waiting for {expected} nodes to run")
-    wait_for(aws, "instance_running", [node.id for node in nodes], plan.config.wait_minutes)
+    wait_for(aws, "running", [node.id for node in nodes], plan.config.wait_minutes)
 
 
 def until(done: Callable[[], bool], tries: int = 6, seconds: float = 2.0) -> bool:

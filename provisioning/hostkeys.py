@@ -122,6 +122,10 @@ class Folder:
                 f'  UserKnownHostsFile "{self.known_hosts}"\n'
                 "  GlobalKnownHostsFile /dev/null\n"
                 "  StrictHostKeyChecking yes\n"
+                "  BatchMode yes\n"
+                "  ConnectTimeout 10\n"
+                "  ServerAliveInterval 15\n"
+                "  ServerAliveCountMax 4\n"
             )
         write_atomically(self.ssh_config, "\n".join(blocks).encode(), "$ICOM_CLUSTERS_DIR")
 

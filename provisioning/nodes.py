@@ -57,6 +57,10 @@ def ssh_config(nodes: tuple[Node, ...]) -> str:
         "  IdentityFile ~/.ssh/id_ed25519\n"
         "  UserKnownHostsFile ~/.ssh/icom_known_hosts\n"
         "  StrictHostKeyChecking yes\n"
+        "  BatchMode yes\n"
+        "  ConnectTimeout 10\n"
+        "  ServerAliveInterval 15\n"
+        "  ServerAliveCountMax 4\n"
         for node in nodes
         if node.role != MASTER
     )

@@ -65,7 +65,7 @@ def stop(config: StopConfig) -> None:
         awake = [node.id for node in nodes if node.state in ("pending", "running")]
         if awake:
             aws.ec2.stop_instances(InstanceIds=awake)
-        wait_for(aws, "instance_stopped", [node.id for node in nodes], config.wait_minutes)
+        wait_for(aws, "stopped", [node.id for node in nodes], config.wait_minutes)
     print(f"{len(nodes)} nodes of {config.cluster} are stopped. Their disks still cost money.")
 
 
@@ -78,11 +78,11 @@ def start(config: StartConfig) -> None:
     """
     with explained():
         aws, nodes = _nodes(config)
-        wait_for(aws, "instance_stopped", [node.id for node in nodes if node.state == "stopping"], config.wait_minutes)
+        wait_for(aws, "stopped", [node.id for node in nodes if node.state == "stopping"], config.wait_minutes)
         asleep = [node.id for node in nodes if node.state in ("stopping", "stopped")]
         if asleep:
             aws.ec2.start_instances(InstanceIds=asleep)
-        wait_for(aws, "instance_running", [node.id for node in nodes], config.wait_minutes)
+        wait_for(aws, "running", [node.id for node in nodes], config.wait_minutes)
         nodes = find_nodes(aws, filters(tag_cluster=config.cluster))
     folder = folder_of(aws.region, config.cluster)
     if folder.ssh_config.exists():  # public addresses change with every start

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from icom.errors import IcomError, Stopped
 from icom.signals import StopRequest
 from provisioning.aws import Aws, connect, explained
 from provisioning.cluster import Cluster, Node, find_cluster
 from provisioning.config import ProvisionConfig, key_file
-from provisioning.ec2 import build, rehearse
+from provisioning.ec2 import Launches, build, learn_launched, rehearse
 from provisioning.hostkeys import Folder, folder_of
 from provisioning.nodes import set_up
 from provisioning.plan import Plan, is_complete, make_plan, missing_roles, plan_table
@@ -20,6 +22,7 @@ from provisioning.teardown import confirm, remove, settle
 
 REMOVE_MINUTES = 10
 """How long removing waits for instances to end; a short --wait_minutes must not make it give up."""
+REMOVE_PASSES = 2
 
 
 def provision(config: ProvisionConfig) -> None:
@@ -28,12 +31,12 @@ def provision(config: ProvisionConfig) -> None:
     Raises:
         UsageError: what was asked for cannot be; nothing was made.
         IcomError: it failed; what this call made is removed again, unless --keep_on_failure.
-        Stopped: Ctrl-C or SIGTERM, the same.
+        Stopped: Ctrl-C, SIGTERM or a closed terminal, the same.
     """
     from rich.console import Console
 
     console = Console(highlight=False)
-    stop = StopRequest("ending this step, then removing what this call made")
+    stop = StopRequest("ending this step, then removing what this call made", also=[signal.SIGHUP])
     removing = False
 
     def check() -> None:
@@ -57,16 +60,17 @@ def provision(config: ProvisionConfig) -> None:
         if not config.key_name:
             folder.client_key()  # made now, or refused now if others can read it
         say = _progress(time.monotonic())
+        launches = Launches(check)
         with stop:  # only from here on is there anything to remove
             try:
-                cluster = build(aws, plan, cluster, folder, say)
+                cluster = build(aws, plan, cluster, folder, launches, say)
                 strangers = [node for node in cluster.nodes if not folder.settle(node)]
                 if config.setup:
                     set_up(_login(config, folder), cluster.nodes, config.wait_minutes, say, check)
                 check()
             except BaseException as error:
                 removing = True
-                _after_failure(aws, plan, error, print)
+                _after_failure(aws, plan, launches, error, _say_if_heard)
                 raise
         _finish(config, plan, cluster, strangers, folder)
 
@@ -75,7 +79,13 @@ def _progress(began: float) -> Callable[[str], None]:
     return lambda text: print(f"{time.monotonic() - began:5.0f} s  {text}", flush=True)
 
 
-def _after_failure(aws: Aws, plan: Plan, error: BaseException, say: Callable[[str], None]) -> None:
+def _say_if_heard(text: str) -> None:
+    """Print; a terminal that is closed must not keep us from removing things."""
+    with suppress(OSError, ValueError):
+        print(text, flush=True)
+
+
+def _after_failure(aws: Aws, plan: Plan, launches: Launches, error: BaseException, say: Callable[[str], None]) -> None:
     """Remove what this call made, or say that it was kept.
 
     Raises:
@@ -86,23 +96,24 @@ def _after_failure(aws: Aws, plan: Plan, error: BaseException, say: Callable[[st
         say(f"Kept what was made of {name}. The same command again goes on; icom teardown --cluster {name} removes it.")
         return
     say("Removing what this call made …")
-    try:
-        with explained():
-            remove(aws, name, REMOVE_MINUTES, say, run=plan.run)
-            # A request whose answer was lost may show up late: look again, until nothing does.
-            left = settle(aws, name, plan.run)
-            if left:
-                remove(aws, name, REMOVE_MINUTES, say, run=plan.run)
+    errors, left = [], []
+    for _ in range(REMOVE_PASSES):  # a request whose answer was lost may show up late: again, until nothing does
+        try:
+            with explained():
+                unknown = learn_launched(aws, launches)
+                errors = unknown + remove(aws, name, REMOVE_MINUTES, say, run=plan.run, launched=launches.ids)
                 left = settle(aws, name, plan.run)
-    except IcomError as second:
-        raise IcomError(
-            f"{error}\nRemoving what this call made failed too: {second}\n"
-            f"Some of it may still be there: icom status --cluster {name}, icom teardown --cluster {name}"
-        ) from error
-    if left:
-        names = ", ".join(f"{kind} {id}" for kind, id in left)
-        raise IcomError(f"{error}\nStill there: {names}. Remove it: icom teardown --cluster {name}") from error
-    say("Nothing of it is left.")
+        except IcomError as second:
+            errors.append(str(second))
+        if not left and not errors:
+            say("Nothing of it is left.")
+            return
+    names = ", ".join(f"{kind} {id}" for kind, id in left)
+    raise IcomError(
+        f"{error}\nRemoving what this call made failed too: {'; '.join(errors) or 'it is still there'}\n"
+        + (f"Still there: {names}" if left else "Some of it may still be there")
+        + f": icom status --cluster {name}, icom teardown --cluster {name}"
+    ) from error
 
 
 def _login(config: ProvisionConfig, folder: Folder) -> Login:

@@ -23,7 +23,7 @@ from provisioning.hostkeys import Folder, folder_of
 def ssh(config: SshConfig) -> NoReturn:
     """`icom ssh`."""
     folder = _folder(config)
-    _become(["ssh", "-F", str(folder.ssh_config), config.node])
+    _become(["ssh", "-F", str(folder.ssh_config), "--", config.node])
 
 
 def run(config: RunConfig) -> NoReturn:
@@ -32,7 +32,7 @@ def run(config: RunConfig) -> NoReturn:
         raise UsageError("What is to be run? For instance: icom run -- mpirun -f hosts hostname")
     folder = _folder(config)
     line = config.command[0] if len(config.command) == 1 else shlex.join(config.command)
-    _become(["ssh", "-F", str(folder.ssh_config), config.node, line])
+    _become(["ssh", "-F", str(folder.ssh_config), "--", config.node, line])
 
 
 def push(config: PushConfig) -> NoReturn:

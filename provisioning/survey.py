@@ -13,7 +13,7 @@ from typing import Any
 from icom.errors import IcomError, UsageError
 from provisioning.aws import Aws, error_code, filters, pages
 from provisioning.cluster import Cluster
-from provisioning.config import ProvisionConfig, parse_cidr
+from provisioning.config import ProvisionConfig, ssh_source
 from provisioning.prices import Prices, look_up
 
 # Public parameters of AWS and Canonical that name their current images.
@@ -87,7 +87,7 @@ def survey(aws: Aws, config: ProvisionConfig, cluster: Cluster, missing: int) ->
         image=image["ImageId"],
         root_device=image["RootDeviceName"],
         subnets=tuple(subnets),
-        ssh_from=parse_cidr(config.ssh_from) if config.ssh_from else _own_address(aws, config, subnets[0]),
+        ssh_from=ssh_source(config.ssh_from or _own_address(aws, config, subnets[0]), config.ssh_from_anywhere),
         reservation_block=block,
         quota=_quota(aws, config, vcpus * missing),
         prices=look_up(aws, config.instance_type, config.spot),
@@ -259,7 +259,7 @@ def _check_key_name(aws: Aws, name: str) -> None:
         ) from error
 
 
-def _own_address(aws: Aws, config: ProvisionConfig, subnet: Subnet) -> ipaddress.IPv4Network:
+def _own_address(aws: Aws, config: ProvisionConfig, subnet: Subnet) -> str:
     """The caller's address as the nodes will see it.
 
     Raises:
@@ -273,11 +273,14 @@ def _own_address(aws: Aws, config: ProvisionConfig, subnet: Subnet) -> ipaddress
                 probe.connect((towards, 22))
             except OSError as error:
                 raise IcomError(f"No route to {subnet.id} ({found}): {error.strerror}. Give --ssh_from.") from error
-            return ipaddress.IPv4Network(probe.getsockname()[0])
+            return str(probe.getsockname()[0])
     try:
         with urllib.request.urlopen(config.address_url, timeout=10) as answer:
             text = answer.read(100).decode("ascii", "replace").strip()
-        return ipaddress.IPv4Network(text)
+        address = ipaddress.IPv4Address(text)  # one address: what a stranger answers opens no network
+        if not address.is_global:
+            raise ValueError(f"it answers {address}, which is no public address")
+        return str(address)
     except (OSError, urllib.error.URLError, ValueError) as error:
         raise IcomError(
             f"Your public address could not be found at {config.address_url} ({error}). Give it: --ssh_from A.B.C.D/32"

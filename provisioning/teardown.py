@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 from icom.errors import IcomError, UsageError
 from provisioning.aws import POLL_SECONDS, Aws, connect, error_code, explained, filters, pages, wait_for, when_visible
-from provisioning.cluster import TAG_CLUSTER, TAG_RUN, Cluster, find_cluster
+from provisioning.cluster import TAG_CLUSTER, TAG_RUN, find_nodes
 from provisioning.config import TeardownConfig, check_cluster_name
 from provisioning.hostkeys import folder_of
 
@@ -20,6 +21,33 @@ GONE = (
 IN_USE = ("DependencyViolation", "InvalidPlacementGroup.InUse", "VolumeInUse", "InvalidSnapshot.InUse")
 IMAGES = ("image", "snapshot")
 """Kinds that outlive a cluster unless --all_images is given."""
+SETTLE_TRIES, SETTLE_SECONDS, SETTLE_EMPTY = 12, 3, 3
+
+T = TypeVar("T")
+
+
+class Kind(NamedTuple):
+    """How things of a kind are found and deleted."""
+
+    name: str
+    """As EC2's tags call it."""
+    describe: str
+    key: str
+    id: str
+    delete: str
+    owner: str = ""
+    """Parameter that restricts the search to the account's own, where others' are found too."""
+
+
+KINDS = (
+    Kind("volume", "describe_volumes", "Volumes", "VolumeId", "delete_volume"),
+    Kind("security-group", "describe_security_groups", "SecurityGroups", "GroupId", "delete_security_group"),
+    Kind("key-pair", "describe_key_pairs", "KeyPairs", "KeyName", "delete_key_pair"),
+    Kind("placement-group", "describe_placement_groups", "PlacementGroups", "GroupName", "delete_placement_group"),
+    Kind("image", "describe_images", "Images", "ImageId", "deregister_image", "Owners"),
+    Kind("snapshot", "describe_snapshots", "Snapshots", "SnapshotId", "delete_snapshot", "OwnerIds"),
+)
+"""What a cluster can have besides instances, in the order to delete it."""
 
 
 def teardown(config: TeardownConfig) -> None:
@@ -31,6 +59,7 @@ def teardown(config: TeardownConfig) -> None:
     check_cluster_name(config.cluster)
     with explained():
         aws = connect(config.region, config.profile)
+        errors: list[str] = []
         left = left_over(aws, config.cluster)
         doomed = [item for item in left if config.all_images or item[0] not in IMAGES]
         if not doomed:
@@ -40,9 +69,13 @@ def teardown(config: TeardownConfig) -> None:
                 print(f"- {kind} {id}")
             if not config.yes:
                 confirm(f"Remove these {len(doomed)}?")
-            remove(aws, config.cluster, config.wait_minutes, print, images=config.all_images)
-            left = settle(aws, config.cluster, images=config.all_images)
-        _report(aws, config, left)
+            errors = remove(aws, config.cluster, config.wait_minutes, print, images=config.all_images)
+            try:
+                with explained():
+                    left = settle(aws, config.cluster, images=config.all_images)
+            except IcomError as error:  # the list from before stands then
+                errors.append(str(error))
+        _report(aws, config, left, errors)
     folder_of(aws.region, config.cluster).remove()
 
 
@@ -63,14 +96,16 @@ def confirm(question: str) -> None:
         raise IcomError("Nothing was done.")
 
 
-def _report(aws: Aws, config: TeardownConfig, left: list[tuple[str, str]]) -> None:
+def _report(aws: Aws, config: TeardownConfig, left: list[tuple[str, str]], errors: list[str]) -> None:
     kept = [item for item in left if item[0] in IMAGES and not config.all_images]
     stuck = [item for item in left if item not in kept]
-    if stuck:
-        names = "\n  ".join(f"{kind} {id}" for kind, id in stuck)
+    if stuck or errors:
+        names = "".join(f"\n  {kind} {id}" for kind, id in stuck) or " nothing that its tag shows."
+        reasons = "".join(f"\n  {error}" for error in errors)
         raise IcomError(
-            f"Left of {config.cluster} in {aws.region}:\n  {names}\nAgain in some minutes: icom teardown --cluster "
-            f"{config.cluster}"
+            f"Left of {config.cluster} in {aws.region}:{names}"
+            + (f"\nWhat failed:{reasons}" if errors else "")
+            + f"\nAgain in some minutes: icom teardown --cluster {config.cluster}"
         )
     print(
         f"Nothing is left of {config.cluster} in {aws.region}" + (", but its images (--all_images):" if kept else ".")
@@ -86,40 +121,45 @@ def remove(
     say: Callable[[str], None],
     run: str | None = None,
     images: bool = False,
-) -> None:
+    launched: Collection[str] = (),
+) -> list[str]:
     """Remove all that carries the cluster's tag, or, with `run`, what that call of `icom provision` made.
 
-    Images stay unless `images`. What is gone already is no error.
+    As much as can be: what fails keeps nothing else from going. Images stay unless `images`. What is gone already is
+    no error. `launched` are ids of instances that go too, whether EC2 shows their tags yet or not.
+
+    Returns:
+        What failed, in words.
     """
-    cluster = find_cluster(aws, name, run)
-    ids = [node.id for node in cluster.nodes]
-    if ids:
-        say(f"ending {', '.join(f'{node.role} ({node.id})' for node in cluster.nodes)}")
-    end_nodes(aws, ids, wait_minutes)
-    _remove_names(aws, cluster)
     mine = filters(tag_cluster=name) + (filters(tag_run=run) if run else [])
-    for volume in pages(aws.ec2, "describe_volumes", "Volumes", Filters=mine):
-        gone(lambda volume=volume: aws.ec2.delete_volume(VolumeId=volume["VolumeId"]))  # type: ignore[misc]
-    if images:
-        _remove_images(aws, mine)
+    errors: list[str] = []
+
+    def attempt(do: Callable[..., T], *arguments: Any) -> T | None:
+        try:
+            with explained():
+                return do(*arguments)
+        except IcomError as error:
+            errors.append(str(error))
+            return None
+
+    nodes = attempt(find_nodes, aws, mine) or []
+    if nodes:
+        say(f"ending {', '.join(f'{node.role} ({node.id})' for node in nodes)}")
+    attempt(end_nodes, aws, list(dict.fromkeys([*launched, *(node.id for node in nodes)])), wait_minutes)
+    for kind in KINDS:
+        if images or kind.name not in IMAGES:
+            for item in attempt(_found, aws, kind, mine) or []:
+                attempt(gone, partial(getattr(aws.ec2, kind.delete), **{kind.id: item[kind.id]}))
+    return errors
 
 
-def _remove_names(aws: Aws, cluster: Cluster) -> None:
-    if cluster.group:
-        id = cluster.group["GroupId"]
-        gone(lambda: aws.ec2.delete_security_group(GroupId=id))
-    if cluster.key:
-        key = cluster.key["KeyName"]
-        gone(lambda: aws.ec2.delete_key_pair(KeyName=key))
-    if cluster.placement:
-        gone(lambda: aws.ec2.delete_placement_group(GroupName=cluster.placement))
-
-
-def _remove_images(aws: Aws, mine: list[dict[str, Any]]) -> None:
-    for image in pages(aws.ec2, "describe_images", "Images", Owners=["self"], Filters=mine):
-        gone(lambda image=image: aws.ec2.deregister_image(ImageId=image["ImageId"]))  # type: ignore[misc]
-    for snapshot in pages(aws.ec2, "describe_snapshots", "Snapshots", OwnerIds=["self"], Filters=mine):
-        gone(lambda snapshot=snapshot: aws.ec2.delete_snapshot(SnapshotId=snapshot["SnapshotId"]))  # type: ignore[misc]
+def _found(aws: Aws, kind: Kind, mine: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    request: dict[str, Any] = {"Filters": mine} | ({kind.owner: ["self"]} if kind.owner else {})
+    if aws.ec2.can_paginate(kind.describe):
+        items = pages(aws.ec2, kind.describe, kind.key, **request)
+    else:
+        items = getattr(aws.ec2, kind.describe)(**request)[kind.key]
+    return [item for item in items if item.get("State") not in ("deleting", "deleted")]
 
 
 def end_nodes(aws: Aws, ids: list[str], wait_minutes: float) -> None:
@@ -139,7 +179,7 @@ def end_nodes(aws: Aws, ids: list[str], wait_minutes: float) -> None:
             raise
         for id in ids:  # one that is gone for good must not save the others
             gone(lambda id=id: aws.ec2.terminate_instances(InstanceIds=[id]))  # type: ignore[misc]
-    wait_for(aws, "instance_terminated", ids, wait_minutes)
+    wait_for(aws, "terminated", ids, wait_minutes)
 
 
 def gone(delete: Callable[[], Any], tries: int = 24) -> None:
@@ -171,12 +211,17 @@ def left_over(aws: Aws, name: str, run: str | None = None) -> list[tuple[str, st
     return sorted(found - ghosts)
 
 
-def settle(aws: Aws, name: str, run: str | None = None, images: bool = False, tries: int = 6) -> list[tuple[str, str]]:
-    """What is left, asked several times: tags of things that were deleted stay visible for some seconds."""
-    left = left_over(aws, name, run)
-    for _ in range(tries):
-        if not [item for item in left if images or item[0] not in IMAGES]:
-            break
-        time.sleep(POLL_SECONDS)
+def settle(aws: Aws, name: str, run: str | None = None, images: bool = False) -> list[tuple[str, str]]:
+    """What is left, asked until several looks in a row show nothing.
+
+    Tags of things that were deleted stay visible for some seconds, and those of things made just now come late.
+    """
+    empty = 0
+    for attempt in range(SETTLE_TRIES):
+        if attempt:
+            time.sleep(SETTLE_SECONDS)
         left = left_over(aws, name, run)
+        empty = 0 if [item for item in left if images or item[0] not in IMAGES] else empty + 1
+        if empty == SETTLE_EMPTY:
+            break
     return left

@@ -27,7 +27,7 @@ from moto.ssm.models import Parameter, SimpleSystemManagerBackend
 from werkzeug.serving import make_server
 
 VCPU_QUOTA = 5000
-ADDRESS = "203.0.113.7"  # RFC 5737: documentation
+ADDRESS = "9.9.9.9"  # a public one, as the real service answers; nobody connects to it
 READY: Callable[[Any], bool] = lambda instance: True  # noqa: E731
 """Whether an instance that is pending may run."""
 CODES = {"pending": 0, "running": 16, "shutting-down": 32, "terminated": 48, "stopping": 64, "stopped": 80}
@@ -254,7 +254,7 @@ def with_prices_and_address(app: Any) -> Callable[..., Iterable[bytes]]:
     def wrapped(environ: dict[str, Any], start: Any) -> Iterable[bytes]:
         if environ.get("PATH_INFO") == "/address":
             start("200 OK", [("Content-Type", "text/plain")])
-            return [f"{ADDRESS}\n".encode()]
+            return [f"{environ.get('QUERY_STRING') or ADDRESS}\n".encode()]
         if environ.get("HTTP_X_AMZ_TARGET", "").endswith("PriceListService.GetProducts"):
             body = json.loads(environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"])))
             wanted = {entry["Field"]: entry["Value"] for entry in body["Filters"]}

@@ -50,10 +50,12 @@ def refused(provision: Icom, wire: Wire) -> Callable[..., Result]:
         (("--subnet", "subnet-0123456789abcdef0"), ["No such subnet"]),
         (("--count", "400"), ["L-1216C47A", "6400 more vCPUs", "5000 allowed"]),
         (("--ssh_from", "0.0.0.0/0"), ["whole internet", "--ssh_from_anywhere"]),
+        (("--ssh_from", "0.0.0.0/1"), ["2,147,483,648 addresses", "--ssh_from_anywhere"]),
         (("--ssh_from_anywhere",), ["--ssh_from"]),
         (("--ssh_from", "203.0.113.7/24"), ["--ssh_from 203.0.113.7/24", "host bits"]),
         (("--key_name", "nobody"), ["nobody.pem", "--key_file"]),
         (("--key_file", "x.pem"), ["--key_name"]),
+        (("--spot", "--capacity_reservation", "cr-1"), ["--spot", "--capacity_reservation", "drop one"]),
         (("--efa",), ["m7i.4xlarge", "--efa"]),
         (("--max_hours", "-1"), ["--max_hours"]),
         (("--profile", "nobody"), ["nobody"]),
@@ -108,6 +110,12 @@ def test_nobody_to_ask(icom: Icom, wire: Wire, moto: str, left: Left) -> None:
 def test_address_service_that_does_not_answer(refused: Callable[..., Result]) -> None:
     """The last --address_url counts."""
     assert "--ssh_from A.B.C.D/32" in refused("--address_url", "http://127.0.0.1:9/", code=1).err
+
+
+@pytest.mark.parametrize("answer", ["0.0.0.0/0", "9.9.9.0/24", "10.1.2.3", "nonsense"])
+def test_address_service_that_answers_something_else(answer: str, refused: Callable[..., Result], moto: str) -> None:
+    """It opens ssh to one public address or to none."""
+    assert "--ssh_from A.B.C.D/32" in refused("--address_url", f"{moto}/address?{answer}", code=1).err
 
 
 def test_subnets(refused: Callable[..., Result], provision: Icom, ec2: Any) -> None:

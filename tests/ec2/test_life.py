@@ -63,7 +63,7 @@ def test_three_nodes_as_the_issue_wants_them(
         "SecurityGroups"
     ]
     ssh, among = sorted(group["IpPermissions"], key=lambda rule: rule["IpProtocol"], reverse=True)
-    assert (ssh["FromPort"], ssh["ToPort"], [r["CidrIp"] for r in ssh["IpRanges"]]) == (22, 22, ["203.0.113.7/32"])
+    assert (ssh["FromPort"], ssh["ToPort"], [r["CidrIp"] for r in ssh["IpRanges"]]) == (22, 22, ["9.9.9.9/32"])
     assert (among["IpProtocol"], among["IpRanges"]) == ("-1", [])
     assert [pair["GroupId"] for pair in among["UserIdGroupPairs"]] == [group["GroupId"]]
     keys = set()
@@ -109,7 +109,8 @@ def test_ssh_knows_the_keys_that_the_nodes_got(provision: Icom, ec2: Any, nodes:
         config = output_of("ssh", "-G", "-F", folder / "ssh_config", tags(node)["icom:role"]).splitlines()
         assert f"hostname {node['PublicIpAddress']}" in config
         assert f"hostkeyalias {node['InstanceId']}" in config
-        assert "stricthostkeychecking true" in config
+        for line in ("stricthostkeychecking true", "batchmode yes", "connecttimeout 10", "serveraliveinterval 15"):
+            assert line in config
         assert data["ssh_authorized_keys"] == [(folder / "id_ed25519.pub").read_text().strip()]
     assert stat.S_IMODE((folder / "id_ed25519").stat().st_mode) == 0o600
 
@@ -195,12 +196,17 @@ def test_address_that_changed_replaces_the_old_rule(provision: Icom, ec2: Any) -
     (group,) = ec2.describe_security_groups(Filters=[{"Name": "tag:icom:cluster", "Values": ["moved"]}])[
         "SecurityGroups"
     ]
-    assert [r["CidrIp"] for rule in group["IpPermissions"] for r in rule["IpRanges"]] == ["203.0.113.7/32"]
+    assert [r["CidrIp"] for rule in group["IpPermissions"] for r in rule["IpRanges"]] == ["9.9.9.9/32"]
 
 
-def test_teardown_lists_what_is_left(provision: Icom, icom: Icom, ec2: Any) -> None:
-    """A foreign instance in the group keeps it from going; the exit code says so."""
-    assert provision("--cluster", "stuck").code == 0
+def test_teardown_lists_what_is_left(provision: Icom, icom: Icom, ec2: Any, left: Left) -> None:
+    """A foreign instance in the group keeps it from going, and nothing else; the exit code and a list say so."""
+    assert provision("--cluster", "stuck", "--placement_group").code == 0
+    mark = [{"Key": "icom:cluster", "Value": "stuck"}]
+    kind = [{"ResourceType": "key-pair", "Tags": mark}]
+    ec2.create_key_pair(KeyName="another-of-stuck", TagSpecifications=kind)
+    disk = [{"ResourceType": "volume", "Tags": mark}]
+    ec2.create_volume(AvailabilityZone="eu-central-1a", Size=8, TagSpecifications=disk)
     (group,) = ec2.describe_security_groups(Filters=[{"Name": "tag:icom:cluster", "Values": ["stuck"]}])[
         "SecurityGroups"
     ]
@@ -208,7 +214,37 @@ def test_teardown_lists_what_is_left(provision: Icom, icom: Icom, ec2: Any) -> N
     ec2.run_instances(ImageId=image, MinCount=1, MaxCount=1, SecurityGroupIds=[group["GroupId"]], ClientToken="stuck")
     result = icom("teardown", "--cluster", "stuck", "--yes")
     assert result.code == 1
-    assert "DependencyViolation" in result.err or group["GroupId"] in result.err
+    assert "DependencyViolation" in result.err
+    assert f"Left of stuck in eu-central-1:\n  security-group {group['GroupId']}\n" in result.err
+    assert left("stuck") == [group["GroupId"]]
+
+
+def test_teardown_waits_for_a_node_in_any_state(provision: Icom, icom: Icom, wire: Wire) -> None:
+    """One that EC2 still shows as pending, and does not end, is a timeout that is told as one."""
+    assert provision("--cluster", "slow").code == 0
+    wire.answers["ec2:TerminateInstances"] = {"TerminatingInstances": []}
+    result = icom("teardown", "--cluster", "slow", "--yes", "--wait_minutes", "0.01")
+    assert result.code == 1
+    assert "Not terminated in 0.01 minutes" in result.err
+    assert "\n  instance i-" in result.err
+    wire.answers.clear()
+    assert icom("teardown", "--cluster", "slow", "--yes").code == 0
+
+
+def test_launch_whose_answer_was_lost_and_whose_tags_show_late(
+    provision: Icom, wire: Wire, left: Left, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """EC2 does not list the instance by its tags: repeating the request with its token tells the id, to end it."""
+    wire.only, wire.fault, wire.skip, wire.times = "ec2:RunInstances", "timeout", 1, 9  # the client's 9 attempts
+    monkeypatch.setattr("provisioning.teardown.find_nodes", lambda aws, mine: [])
+    result = provision("--cluster", "lost")
+    assert result.code == 1
+    assert "TerminateInstances" in [name for name, _ in wire.requests]
+    assert "Nothing of it is left" in result.out, result
+    asked = [params["ClientToken"] for name, params in wire.requests if name == "RunInstances"]
+    assert len(asked) == 3, "the rehearsal, the launch, its repetition"
+    assert asked[1] == asked[2]
+    assert left("lost") == []
 
 
 def test_teardown_with_images(provision: Icom, icom: Icom, ec2: Any, nodes: Nodes, left: Left) -> None:
@@ -254,8 +290,9 @@ def test_what_is_not_visible_yet_is_waited_for(operation: str, provision: Icom, 
     assert provision("--cluster", f"late-{operation.lower()[:9]}").code == 0
 
 
-def test_ctrl_c_of_a_real_process(moto: str, wire: Wire, left: Left) -> None:
-    """The whole program, from the outside, while it waits for the nodes to run."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_signal_to_a_real_process(number: signal.Signals, moto: str, wire: Wire, left: Left) -> None:
+    """The whole program, from the outside, while it waits for the nodes to run. After SIGHUP nobody reads any more."""
     arguments = (
         "provision",
         "--yes",
@@ -263,7 +300,7 @@ def test_ctrl_c_of_a_real_process(moto: str, wire: Wire, left: Left) -> None:
         "--address_url",
         f"{moto}/address",
         "--cluster",
-        "stopped",
+        f"stopped-{number.name.lower()}",
         "--count",
         "2",
     )
@@ -273,13 +310,15 @@ def test_ctrl_c_of_a_real_process(moto: str, wire: Wire, left: Left) -> None:
     with process.stdout, process.stderr:
         for line in process.stdout:
             if "worker-1: i-" in line:
-                process.send_signal(signal.SIGINT)
+                process.send_signal(number)
                 break
-        out, err = process.stdout.read(), process.stderr.read()
-    assert process.wait(timeout=60) == 130
-    assert "Nothing of it is left" in out, err
-    assert "removing what this call made" in err
-    assert left("stopped") == []
+        if number == signal.SIGINT:
+            out, err = process.stdout.read(), process.stderr.read()
+            assert "Nothing of it is left" in out, err
+            assert "removing what this call made" in err
+    code = process.wait(timeout=60)
+    assert number == signal.SIGHUP or code == 130
+    assert left(f"stopped-{number.name.lower()}") == []
 
 
 def test_calls_no_action_outside_the_policy(provision: Icom, icom: Icom, wire: Wire) -> None:

@@ -148,6 +148,7 @@ def load_vae(folder: Path) -> AutoencoderKL:
     from diffusers import AutoencoderKL
 
     vae: AutoencoderKL = AutoencoderKL.from_pretrained(folder / "vae").float().to(memory_format=torch.channels_last)
+    vae.register_to_config(_name_or_path="")  # a folder of this machine, which would be saved with it
     return vae
 
 

@@ -26,7 +26,7 @@ _SSH = (
     *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
 )
 _NO_FOLDER = 66
-_PASSED_ON = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME")
+_FOLDERS = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME")
 
 _SAME_COMMIT = "bring icom to the same commit there: git pull && make setup-master"
 _FIXES = {
@@ -81,7 +81,7 @@ def check(targets: list[Target], request: Request, environment: Mapping[str, str
     Returns:
         Problems in order of the hosts.
     """
-    request = replace(request, environment={name: environment[name] for name in _PASSED_ON if name in environment})
+    request = replace(request, environment={name: environment[name] for name in _FOLDERS if name in environment})
     conversation = _Conversation(len(targets))
     with ThreadPoolExecutor(len(targets)) as pool:
         asked = [

@@ -32,6 +32,7 @@ from icom.files import is_full, write_error
 from icom.launch.config import LaunchEnvConfig, LaunchMpirunConfig
 from icom.signals import STOPPED, stopping_at_once
 from provisioning.config import (
+    BakeConfig,
     ProvisionConfig,
     PullConfig,
     PushConfig,
@@ -54,6 +55,7 @@ COMMANDS: dict[str, tuple[Any, str]] = {
     "launch mpirun": (LaunchMpirunConfig, "icom.launch.commands:launch_mpirun"),
     "launch env": (LaunchEnvConfig, "icom.launch.commands:launch_env"),
     "provision": (ProvisionConfig, "provisioning.provision:provision"),
+    "bake": (BakeConfig, "provisioning.provision:bake"),
     "status": (StatusConfig, "provisioning.power:status"),
     "ssh": (SshConfig, "provisioning.remote:ssh"),
     "run": (RunConfig, "provisioning.remote:run"),

@@ -12,7 +12,13 @@ from provisioning.aws import Aws, filters, pages
 TAG_CLUSTER = "icom:cluster"
 TAG_ROLE = "icom:role"
 TAG_RUN = "icom:run"
+TAG_CONTENT = "icom:content"
+"""Of an image: the digest of the project that is installed in it."""
+TAG_BASE = "icom:base"
+"""Of an image and of a node: the image that it was made from, as the options named it."""
 MASTER = "master"
+BUILDER = "builder"
+"""Role of the instance that becomes an image; it is no node of the cluster."""
 ALIVE = ["pending", "running", "stopping", "stopped"]  # "shutting-down" and "terminated" do not come back
 
 
@@ -26,6 +32,8 @@ class Node:
     state: str
     type: str
     image: str
+    base: str
+    """What stands in its tag icom:base."""
     zone: str
     subnet: str
     vpc: str
@@ -41,6 +49,8 @@ class Cluster:
 
     name: str
     nodes: tuple[Node, ...]
+    builders: tuple[Node, ...]
+    """Of images that were not finished."""
     group: dict[str, Any] | None
     """The security group, as DescribeSecurityGroups tells it."""
     key: dict[str, Any] | None
@@ -49,12 +59,12 @@ class Cluster:
     @property
     def empty(self) -> bool:
         """Whether there is nothing at all."""
-        return not (self.nodes or self.group or self.key or self.placement)
+        return not (self.nodes or self.builders or self.group or self.key or self.placement)
 
 
 def role_names(count: int) -> list[str]:
     """master, worker-1, … of a cluster of `count` nodes."""
-    return [MASTER, *(f"worker-{i}" for i in range(1, count))]
+    return [MASTER, *(f"worker-{i}" for i in range(1, count))][:count]
 
 
 def resource_name(cluster: str) -> str:
@@ -77,7 +87,8 @@ def find_cluster(aws: Aws, name: str, run: str | None = None) -> Cluster:
     placements = [p for p in placements if p["State"] in ("pending", "available")]
     return Cluster(
         name,
-        tuple(nodes),
+        tuple(node for node in nodes if node.role != BUILDER),
+        tuple(node for node in nodes if node.role == BUILDER),
         groups[0] if groups else None,
         keys[0] if keys else None,
         placements[0]["GroupName"] if placements else None,
@@ -120,6 +131,7 @@ def _node(instance: dict[str, Any]) -> Node:
         state=instance["State"]["Name"],
         type=instance["InstanceType"],
         image=instance["ImageId"],
+        base=tags.get(TAG_BASE, ""),
         zone=instance["Placement"]["AvailabilityZone"],
         subnet=instance.get("SubnetId", ""),
         vpc=instance.get("VpcId", ""),

@@ -31,7 +31,41 @@ class WhereConfig:
 
 
 @dataclass(kw_only=True)
-class ProvisionConfig(WhereConfig):
+class InstanceConfig(WhereConfig):
+    """What instances are made of, and how to reach them."""
+
+    instance_type: str = "m7i.4xlarge"
+    """EC2 type of all nodes. GPU types get a Deep Learning base image."""
+    ami: str | None = None
+    """Base image. Default: the current Ubuntu 24.04 or, for GPU types, Deep Learning image of AWS."""
+    ssh_user: str = "ubuntu"
+    """User that the image lets in by ssh."""
+    subnet: list[str] = field(default_factory=list)
+    """Subnets to try in this order, of one VPC. Default: the default VPC's, one per zone that has the type."""
+    key_name: str | None = None
+    """EC2 key pair of yours to log in with. Default: a key made for this cluster."""
+    key_file: str | None = None
+    """Private half of --key_name. Default: ~/.ssh/KEY_NAME.pem."""
+    ssh_from: str | None = None
+    """Addresses that may use ssh, as CIDR. Default: yours alone, as --address_url tells it."""
+    ssh_from_anywhere: bool = False
+    """Allow an --ssh_from wider than /8, such as 0.0.0.0/0."""
+    address_url: str = "https://checkip.amazonaws.com"
+    """Service that answers with the caller's public IPv4 address."""
+    private_ip: bool = False
+    """Nodes get no public address; you are inside the VPC or reach it through a VPN."""
+    wait_minutes: float = 10
+    """How long to wait for the nodes to run, and again for their ssh."""
+    keep_on_failure: bool = False
+    """Do not remove what this call made when it fails or is stopped; the same command again goes on from there."""
+    dry_run: bool = False
+    """Show the plan, check permissions and quotas, and make nothing."""
+    yes: bool = False
+    """Do not ask before making things that cost money."""
+
+
+@dataclass(kw_only=True)
+class ProvisionConfig(InstanceConfig):
     """Make an EC2 cluster, or finish one. Shows a plan with its prices first. Needs the extra `aws`; see docs/aws.md.
 
     Example: icom provision --count 3 --max_hours 8
@@ -39,14 +73,8 @@ class ProvisionConfig(WhereConfig):
 
     count: int = 1
     """Nodes in all: 3 is a master and two workers."""
-    instance_type: str = "m7i.4xlarge"
-    """EC2 type of all nodes. GPU types get a Deep Learning base image."""
-    ami: str | None = None
-    """Image to start from. Default: that of the cluster's nodes, else the current Ubuntu 24.04 or GPU image of AWS."""
-    ssh_user: str = "ubuntu"
-    """User that the image lets in by ssh."""
-    subnet: list[str] = field(default_factory=list)
-    """Subnets to try in this order, of one VPC. Default: the default VPC's, one per zone that has the type."""
+    bake: bool = True
+    """Start from an image that holds icom, tested; made first, once per content of this project. Else each installs."""
     volume_gb: int = 250
     """Size of each node's encrypted gp3 disk."""
     spot: bool = False
@@ -57,34 +85,22 @@ class ProvisionConfig(WhereConfig):
     """Id of a capacity reservation or capacity block to start in."""
     efa: bool = False
     """Elastic Fabric Adapter on the first network card, for types that have it."""
-    key_name: str | None = None
-    """EC2 key pair of yours to log in with. Default: a key made for this cluster."""
-    key_file: str | None = None
-    """Private half of --key_name. Default: ~/.ssh/KEY_NAME.pem."""
     instance_profile: str | None = None
     """Name of an instance profile: gives the nodes AWS credentials. Default: they have none."""
-    ssh_from: str | None = None
-    """Addresses that may use ssh, as CIDR. Default: yours alone, as --address_url tells it."""
-    ssh_from_anywhere: bool = False
-    """Allow an --ssh_from wider than /8, such as 0.0.0.0/0."""
-    address_url: str = "https://checkip.amazonaws.com"
-    """Service that answers with the caller's public IPv4 address."""
-    private_ip: bool = False
-    """Nodes get no public address; you are inside the VPC or reach it through a VPN."""
     max_hours: float | None = None
     """The nodes end themselves (are terminated) so many hours after this command, whatever happens to your computer."""
     setup: bool = True
-    """Set the nodes up by ssh for mpirun from the master. Without it they only run."""
-    wait_minutes: float = 10
-    """How long to wait for the nodes to run, and again for their ssh."""
-    keep_on_failure: bool = False
-    """Do not remove what this call made when it fails or is stopped; the same command again goes on from there."""
-    dry_run: bool = False
-    """Show the plan, check permissions and quotas, and make nothing."""
-    yes: bool = False
-    """Do not ask before making things that cost money."""
+    """Set the nodes up for training. Without it they are instances of the base image that run."""
     config: str | None = None
     """YAML file with these options; flags go first."""
+
+
+@dataclass(kw_only=True)
+class BakeConfig(InstanceConfig):
+    """Make the image that nodes start from: icom installed and tested. `icom provision` does it when there is none.
+
+    Example: icom bake --instance_type m7i.4xlarge
+    """
 
 
 @dataclass(kw_only=True)
@@ -162,6 +178,25 @@ class PullConfig(WhereConfig):
     """master, worker-1, worker-2, …"""
 
 
+def check_instance_config(config: InstanceConfig) -> None:
+    """Refuse what no instance can be, before AWS is asked anything.
+
+    Raises:
+        UsageError: names the option and how to fix it.
+    """
+    check_cluster_name(config.cluster)
+    if not 0 < config.wait_minutes < 10_000:
+        raise UsageError(f"--wait_minutes has to be a positive number, not {config.wait_minutes}.")
+    if config.ssh_from is not None:
+        ssh_source(config.ssh_from, config.ssh_from_anywhere)
+    elif config.ssh_from_anywhere:
+        raise UsageError("--ssh_from_anywhere allows a wide --ssh_from, such as 0.0.0.0/0: give that too, or drop it.")
+    if config.key_file and not config.key_name:
+        raise UsageError("--key_file is the private half of --key_name: give both, or neither.")
+    if config.key_name:
+        check_key_file(key_file(config))
+
+
 def load_provision_config(flags: ProvisionConfig, given: Sequence[str]) -> ProvisionConfig:
     """Lay the flags that were given over `--config`, and check the whole.
 
@@ -210,25 +245,15 @@ def check_provision_config(config: ProvisionConfig) -> None:
     Raises:
         UsageError: names the option and how to fix it.
     """
-    check_cluster_name(config.cluster)
+    check_instance_config(config)
     if config.count < 1:
         raise UsageError(f"--count has to be at least 1 (a master alone), not {config.count}.")
     if config.volume_gb < 8:
         raise UsageError(f"--volume_gb has to be at least 8, not {config.volume_gb}: the system has to fit.")
-    for name in ("max_hours", "wait_minutes"):
-        value = getattr(config, name)
-        if value is not None and not 0 < value < 10_000:
-            raise UsageError(f"--{name} has to be a positive number, not {value}.")
-    if config.ssh_from is not None:
-        ssh_source(config.ssh_from, config.ssh_from_anywhere)
-    elif config.ssh_from_anywhere:
-        raise UsageError("--ssh_from_anywhere allows a wide --ssh_from, such as 0.0.0.0/0: give that too, or drop it.")
+    if config.max_hours is not None and not 0 < config.max_hours < 10_000:
+        raise UsageError(f"--max_hours has to be a positive number, not {config.max_hours}.")
     if config.spot and config.capacity_reservation:
         raise UsageError("--spot instances cannot start in a --capacity_reservation: drop one of them.")
-    if config.key_file and not config.key_name:
-        raise UsageError("--key_file is the private half of --key_name: give both, or neither.")
-    if config.key_name:
-        check_key_file(key_file(config))
 
 
 def ssh_source(text: str, anywhere: bool) -> ipaddress.IPv4Network:
@@ -250,7 +275,7 @@ def ssh_source(text: str, anywhere: bool) -> ipaddress.IPv4Network:
     return network
 
 
-def key_file(config: ProvisionConfig) -> Path:
+def key_file(config: InstanceConfig) -> Path:
     """Where the private half of --key_name is looked for."""
     return Path(config.key_file or f"~/.ssh/{config.key_name}.pem").expanduser()
 

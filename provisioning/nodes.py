@@ -1,4 +1,4 @@
-"""Make instances into a cluster: host keys of their own, a way from the master to the workers, the hosts file.
+"""Make instances into a cluster: host keys of their own, icom, a way from the master to the workers, the hosts file.
 
 Every step can be done again, so that a second `icom provision` goes on where the first was stopped.
 """
@@ -13,6 +13,8 @@ from typing import Any
 from icom.errors import IcomError
 from provisioning.cluster import MASTER, Node
 from provisioning.hostkeys import unborn_name
+from provisioning.install import install
+from provisioning.progress import Progress
 from provisioning.ssh import Login, patient_connect, step, write_file
 
 # cloud-init goes on after sshd has started; status 2 is "done, with warnings".
@@ -34,8 +36,6 @@ MAKE_MASTER_KEY = (
     "ssh-keygen -y -f .ssh/id_ed25519"
 )
 INCLUDE = "Include icom_config"
-
-Say = Callable[[str], None]
 
 
 def node_name(node: Node) -> str:
@@ -66,14 +66,22 @@ def ssh_config(nodes: tuple[Node, ...]) -> str:
     )
 
 
-def set_up(login: Login, nodes: tuple[Node, ...], wait_minutes: float, say: Say, check: Callable[[], None]) -> None:
-    """Bring all nodes to where mpirun on the master reaches every worker.
+def set_up(
+    login: Login,
+    nodes: tuple[Node, ...],
+    gpus: int,
+    wait_minutes: float,
+    progress: Progress,
+    check: Callable[[], None],
+) -> None:
+    """Bring all nodes to where mpirun on the master trains on all of them.
 
     Args:
         login: how to get in.
         nodes: all of the cluster, master first.
+        gpus: of each node.
         wait_minutes: how long to wait for a node's ssh.
-        say: told about progress.
+        progress: told what is going on.
         check: called before each step and each attempt to connect; what it raises stops.
 
     Raises:
@@ -82,15 +90,17 @@ def set_up(login: Login, nodes: tuple[Node, ...], wait_minutes: float, say: Say,
     with ExitStack() as stack:
         open_: dict[str, Any] = {}
         for node in nodes:
-            open_[node.id] = stack.enter_context(patient_connect(login, node, wait_minutes, check))
-            step(open_[node.id], node, WAIT_FOR_BOOT, check)
-            say(f"{node.role}: reached, and it is who it has to be")
+            with progress.doing(node.role, "booting"):
+                open_[node.id] = stack.enter_context(patient_connect(login, node, wait_minutes, check))
+                step(open_[node.id], node, WAIT_FOR_BOOT, check)
         for node in nodes:
             first = login.folder.host_key(unborn_name(node.run, node.role))
             if first in login.folder.host_keys(node.id):
-                made = _replace_host_key(login, node, open_[node.id], wait_minutes, check)
-                open_[node.id] = stack.enter_context(made)
-                say(f"{node.role}: has a host key that it made itself")
+                with progress.doing(node.role, "making a host key of its own"):
+                    made = _replace_host_key(login, node, open_[node.id], wait_minutes, check)
+                    open_[node.id] = stack.enter_context(made)
+        for node in nodes:
+            install(open_[node.id], node, gpus, check, progress)
         master = nodes[0]
         key = step(open_[master.id], master, MAKE_MASTER_KEY, check).strip()
         for node in nodes:
@@ -100,7 +110,7 @@ def set_up(login: Login, nodes: tuple[Node, ...], wait_minutes: float, say: Say,
         _introduce(login, open_[master.id], nodes, check)
         for node in nodes[1:]:
             step(open_[master.id], master, f"ssh -o BatchMode=yes -o ConnectTimeout=10 {node_name(node)} true", check)
-        say("the master reaches all workers by ssh")
+        progress.say("the master reaches all workers by ssh")
 
 
 def _replace_host_key(login: Login, node: Node, old: Any, wait_minutes: float, check: Callable[[], None]) -> Any:

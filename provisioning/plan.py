@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ipaddress
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Any
 
 from icom.errors import UsageError
 from provisioning.cluster import (
     ALIVE,
+    BUILDER,
+    TAG_BASE,
     TAG_CLUSTER,
+    TAG_CONTENT,
     TAG_ROLE,
     TAG_RUN,
     Cluster,
@@ -25,9 +28,13 @@ from provisioning.config import ProvisionConfig
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from provisioning.images import Image
     from provisioning.survey import Subnet, Survey
 
-HOURS_PER_MONTH = 730
+BUILDER_GB, BUILDER_GB_MORE = 30, 20
+"""Disk of the instance that becomes an image: nodes' disks have to be as large."""
+BUILDER_HOURS = 2
+"""After which it ends itself if nobody did."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +49,13 @@ class Plan:
     there: tuple[Node, ...]
     vpc: str
     subnets: tuple[Subnet, ...]
-    image: str
-    root_device: str
+    image: Image
+    bake: bool
+    """Whether the nodes' image is to be made first, from `image`."""
+    content: str | None
+    """Digest of the project in the nodes' image; None where it is to hold nothing of icom."""
+    gpus: int
+    """Of each node."""
     ssh_from: ipaddress.IPv4Network
     make_group: bool
     make_key: bool
@@ -65,6 +77,7 @@ class Plan:
         """TagSpecification for a resource type; every resource gets its tags in the call that makes it."""
         tags = {"Name": f"{self.name}-{role}" if role else self.name, TAG_CLUSTER: self.config.cluster}
         tags |= {TAG_RUN: self.run} | ({TAG_ROLE: role} if role else {})
+        tags |= {TAG_BASE: self.image.base} if role else {}
         return {"ResourceType": kind, "Tags": [{"Key": key, "Value": value} for key, value in tags.items()]}
 
 
@@ -90,8 +103,10 @@ def missing_roles(config: ProvisionConfig, cluster: Cluster) -> list[str]:
             )
         if node.spot != config.spot:
             raise UsageError(f"Cluster {config.cluster} is {'' if node.spot else 'not '}made of spot nodes. {remedy}")
-        if config.ami and node.image != config.ami:
-            raise UsageError(f"Cluster {config.cluster} was made from {node.image}, not {config.ami}. {remedy}")
+        if config.ami and config.ami not in (node.image, node.base):
+            raise UsageError(
+                f"Cluster {config.cluster} was made from {node.base or node.image}, not {config.ami}. {remedy}"
+            )
         if node.state in ("stopping", "stopped"):
             raise UsageError(
                 f"Cluster {config.cluster} is stopped ({node.role} is {node.state}). Start it: icom start --cluster "
@@ -101,7 +116,9 @@ def missing_roles(config: ProvisionConfig, cluster: Cluster) -> list[str]:
     return [role for role in wanted if role not in there]
 
 
-def make_plan(config: ProvisionConfig, cluster: Cluster, found: Survey, key_here: bool) -> Plan:
+def make_plan(
+    config: ProvisionConfig, cluster: Cluster, found: Survey, key_here: bool, only_image: bool = False
+) -> Plan:
     """Lay down what is to be made.
 
     Args:
@@ -109,11 +126,12 @@ def make_plan(config: ProvisionConfig, cluster: Cluster, found: Survey, key_here
         cluster: what exists.
         found: what the region offers.
         key_here: whether the private half of the cluster's own key pair is on this computer.
+        only_image: make no nodes, but the image that they would start from.
 
     Raises:
         UsageError: as missing_roles; or the nodes that exist let in a key that is not here.
     """
-    roles = missing_roles(config, cluster)
+    roles = [] if only_image else missing_roles(config, cluster)
     if cluster.key and cluster.nodes and not config.key_name and not key_here:
         raise UsageError(
             f"The key of cluster {config.cluster} is not on this computer: it was made on another one. Go on there, or "
@@ -124,11 +142,13 @@ def make_plan(config: ProvisionConfig, cluster: Cluster, found: Survey, key_here
         config=config,
         run=f"{now:%Y%m%dT%H%M%S}-{secrets.token_hex(4)}",
         roles=tuple(roles),
-        there=cluster.nodes,
+        there=() if only_image else cluster.nodes,
         vpc=found.subnets[0].vpc,
         subnets=found.subnets,
         image=found.image,
-        root_device=found.root_device,
+        bake=found.bake,
+        content=found.content,
+        gpus=found.gpus,
         ssh_from=found.ssh_from,
         make_group=cluster.group is None,
         make_key=not config.key_name and (cluster.key is None or not key_here),
@@ -136,6 +156,41 @@ def make_plan(config: ProvisionConfig, cluster: Cluster, found: Survey, key_here
         capacity_block=found.reservation_block,
         ends=now + timedelta(hours=config.max_hours) if config.max_hours else None,
     )
+
+
+def builder_plan(plan: Plan) -> Plan:
+    """The plan of the one instance that becomes the nodes' image.
+
+    It has no GPU, which are dear and hard to get, and needs none: what is installed for them comes with PyTorch. It
+    ends itself, whatever happens here.
+    """
+    arm = plan.image.architecture == "arm64"
+    config = replace(
+        plan.config,
+        instance_type=("m7g.2xlarge" if arm else "m7i.2xlarge") if plan.gpus else plan.config.instance_type,
+        volume_gb=min(plan.config.volume_gb, max(BUILDER_GB, plan.image.size_gb + BUILDER_GB_MORE)),
+        spot=False,
+        placement_group=False,
+        capacity_reservation=None,
+        efa=False,
+        instance_profile=None,
+    )
+    ends = datetime.now(timezone.utc) + timedelta(hours=BUILDER_HOURS)
+    return replace(plan, config=config, roles=(BUILDER,), capacity_block=False, ends=ends)
+
+
+def image_request(plan: Plan, builder: str) -> dict[str, Any]:
+    """The CreateImage request for the nodes' image."""
+    assert plan.content
+    tags = {"Name": plan.name, TAG_CLUSTER: plan.config.cluster, TAG_RUN: plan.run}
+    tags |= {TAG_CONTENT: plan.content, TAG_BASE: plan.image.base}
+    described = [{"Key": key, "Value": value} for key, value in tags.items()]
+    return {
+        "InstanceId": builder,
+        "Name": f"icom-{plan.content[:12]}-{plan.run}",  # of all images of the account, each has its own
+        "Description": f"icom, installed and tested, on {plan.image.base}",
+        "TagSpecifications": [{"ResourceType": kind, "Tags": described} for kind in ("image", "snapshot")],
+    }
 
 
 def launch_request(plan: Plan, role: str, subnet: str, group: str, user_data: str) -> dict[str, Any]:
@@ -155,7 +210,7 @@ def launch_request(plan: Plan, role: str, subnet: str, group: str, user_data: st
     if config.efa:
         interface["InterfaceType"] = "efa"
     request: dict[str, Any] = {
-        "ImageId": plan.image,
+        "ImageId": plan.image.id,
         "InstanceType": config.instance_type,
         "MinCount": 1,
         "MaxCount": 1,
@@ -165,7 +220,7 @@ def launch_request(plan: Plan, role: str, subnet: str, group: str, user_data: st
         "NetworkInterfaces": [interface],
         "BlockDeviceMappings": [
             {
-                "DeviceName": plan.root_device,
+                "DeviceName": plan.image.root_device,
                 "Ebs": {
                     "VolumeSize": config.volume_gb,
                     "VolumeType": "gp3",
@@ -227,6 +282,15 @@ def plan_table(plan: Plan, found: Survey) -> Table:
         row(plan.make_key, f"key pair {plan.name}")
     if config.placement_group:
         row(plan.make_placement, f"placement group {plan.name}")
+    if plan.bake:
+        builder = builder_plan(plan).config
+        what = f"builder: {builder.instance_type}, {builder.volume_gb} GB, some 15 minutes, until the image is made"
+        row(True, what, None if plan.gpus else prices.per_hour)
+        row(
+            True,
+            "image with icom in it, tested, for all clusters; per GB of its snapshot",
+            month=prices.snapshot_gb_month,
+        )
     per_disk = None if prices.per_gb_month is None else prices.per_gb_month * config.volume_gb
     for node in plan.there:
         row(False, f"{node.role}: {node.id}, {node.zone}, {node.state}", prices.per_hour, per_disk)
@@ -257,4 +321,4 @@ def _dollars(value: float | None) -> str:
 def is_complete(plan: Plan) -> bool:
     """Whether there is nothing to make (the rules of an existing security group aside)."""
     running = all(node.state == ALIVE[1] for node in plan.there)
-    return running and not (plan.roles or plan.make_group or plan.make_key or plan.make_placement)
+    return running and not (plan.roles or plan.bake or plan.make_group or plan.make_key or plan.make_placement)

@@ -33,7 +33,7 @@ def _table(aws: Aws, cluster: Cluster) -> object:
     table = Table(title=title, title_justify="left", box=box.SIMPLE, caption_justify="left")
     for column in ("node", "id", "state", "private", "public"):
         table.add_column(column, no_wrap=True)
-    for node in cluster.nodes:
+    for node in cluster.nodes + cluster.builders:
         addresses = (node.private_ip or "–", node.public_ip or "–")
         table.add_row(node.role, node.id, node.state, *addresses)
     group = cluster.group

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import fields
 
 from icom.errors import IcomError, Stopped
 from icom.signals import StopRequest
 from provisioning.aws import Aws, connect, explained
+from provisioning.build import build
 from provisioning.cluster import Cluster, Node, find_cluster
-from provisioning.config import ProvisionConfig, key_file
-from provisioning.ec2 import Launches, build, learn_launched, rehearse
-from provisioning.hostkeys import Folder, folder_of
+from provisioning.config import BakeConfig, ProvisionConfig, check_instance_config, key_file
+from provisioning.ec2 import rehearse
+from provisioning.hostkeys import folder_of
+from provisioning.launches import Launches, learn_launched
 from provisioning.nodes import set_up
 from provisioning.plan import Plan, is_complete, make_plan, missing_roles, plan_table
+from provisioning.progress import Progress
 from provisioning.ssh import Login
 from provisioning.survey import survey
 from provisioning.teardown import confirm, remove, settle
@@ -26,13 +29,28 @@ REMOVE_PASSES = 2
 
 
 def provision(config: ProvisionConfig) -> None:
-    """Make the cluster of `config`, or finish it. The options have been checked.
+    """`icom provision`: make the cluster of `config`, or finish it. The options have been checked.
 
     Raises:
         UsageError: what was asked for cannot be; nothing was made.
         IcomError: it failed; what this call made is removed again, unless --keep_on_failure.
         Stopped: Ctrl-C, SIGTERM or a closed terminal, the same.
     """
+    _make(config, only_image=False)
+
+
+def bake(config: BakeConfig) -> None:
+    """`icom bake`: make the image that nodes start from, unless there is one with this content.
+
+    Raises:
+        UsageError, IcomError, Stopped: as provision.
+    """
+    check_instance_config(config)
+    own = {field.name: getattr(config, field.name) for field in fields(BakeConfig)}
+    _make(ProvisionConfig(**own, count=0), only_image=True)
+
+
+def _make(config: ProvisionConfig, only_image: bool) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -41,15 +59,18 @@ def provision(config: ProvisionConfig) -> None:
 
     def check() -> None:
         if stop.signal_number is not None and not removing:
-            raise Stopped(f"Stopped icom provision of {config.cluster}.", stop.signal_number)
+            raise Stopped(f"Stopped making {config.cluster}.", stop.signal_number)
 
     with explained():
         aws = connect(config.region, config.profile, check)
         folder = folder_of(aws.region, config.cluster)
         cluster = find_cluster(aws, config.cluster)
-        missing = missing_roles(config, cluster)
-        found = survey(aws, config, cluster, len(missing))
-        plan = make_plan(config, cluster, found, key_here=folder.key.exists())
+        missing = [] if only_image else missing_roles(config, cluster)
+        found = survey(aws, config, cluster, len(missing), only_image)
+        plan = make_plan(config, cluster, found, key_here=folder.key.exists(), only_image=only_image)
+        if only_image and not plan.bake:
+            print(f"Nothing to do: image {plan.image.id} has this content ({plan.image.state}).")
+            return
         rehearse(aws, plan)
         console.print(plan_table(plan, found))
         if config.dry_run:
@@ -59,24 +80,26 @@ def provision(config: ProvisionConfig) -> None:
             confirm("Make what is marked with +?")
         if not config.key_name:
             folder.client_key()  # made now, or refused now if others can read it
-        say = _progress(time.monotonic())
+        progress = Progress(console)
         launches = Launches(check)
+        login = Login(folder, config.ssh_user, key_file(config) if config.key_name else folder.key)
         with stop:  # only from here on is there anything to remove
             try:
-                cluster = build(aws, plan, cluster, folder, launches, say)
+                cluster = build(aws, plan, cluster, login, launches, progress)
                 strangers = [node for node in cluster.nodes if not folder.settle(node)]
-                if config.setup:
-                    set_up(_login(config, folder), cluster.nodes, config.wait_minutes, say, check)
+                if config.setup and not only_image:
+                    set_up(login, cluster.nodes, plan.gpus, config.wait_minutes, progress, check)
                 check()
             except BaseException as error:
                 removing = True
                 _after_failure(aws, plan, launches, error, _say_if_heard)
                 raise
-        _finish(config, plan, cluster, strangers, folder)
-
-
-def _progress(began: float) -> Callable[[str], None]:
-    return lambda text: print(f"{time.monotonic() - began:5.0f} s  {text}", flush=True)
+            if only_image:
+                _remove_all_but_image(aws, plan)
+                if not cluster.nodes:
+                    folder.remove()
+                return
+        _finish(config, plan, cluster, strangers, login)
 
 
 def _say_if_heard(text: str) -> None:
@@ -101,8 +124,10 @@ def _after_failure(aws: Aws, plan: Plan, launches: Launches, error: BaseExceptio
         try:
             with explained():
                 unknown = learn_launched(aws, launches)
-                errors = unknown + remove(aws, name, REMOVE_MINUTES, say, run=plan.run, launched=launches.ids)
-                left = settle(aws, name, plan.run)
+                errors = unknown + remove(
+                    aws, name, REMOVE_MINUTES, say, run=plan.run, images=True, launched=launches.ids
+                )
+                left = settle(aws, name, plan.run, images=True)
         except IcomError as second:
             errors.append(str(second))
         if not left and not errors:
@@ -116,23 +141,30 @@ def _after_failure(aws: Aws, plan: Plan, launches: Launches, error: BaseExceptio
     ) from error
 
 
-def _login(config: ProvisionConfig, folder: Folder) -> Login:
-    return Login(folder, config.ssh_user, key_file(config) if config.key_name else folder.key)
+def _remove_all_but_image(aws: Aws, plan: Plan) -> None:
+    """What `icom bake` needed on the way: security group and key pair, if it made them.
+
+    Raises:
+        IcomError: some of it is left.
+    """
+    name = plan.config.cluster
+    if errors := remove(aws, name, REMOVE_MINUTES, print, run=plan.run):
+        raise IcomError(
+            f"The image is made, but not all else is removed: {'; '.join(errors)}: icom teardown --cluster {name}"
+        )
 
 
-def _finish(config: ProvisionConfig, plan: Plan, cluster: Cluster, strangers: list[Node], folder: Folder) -> None:
+def _finish(config: ProvisionConfig, plan: Plan, cluster: Cluster, strangers: list[Node], login: Login) -> None:
     """Write the ssh config, say what there is and the next commands to type."""
-    login = _login(config, folder)
-    folder.write_ssh_config(cluster.nodes, login.user, login.identity)
+    login.folder.write_ssh_config(cluster.nodes, login.user, login.identity)
     name = f" --cluster {config.cluster}" + (f" --region {config.region}" if config.region else "")
     what = "Nothing to do:" if is_complete(plan) else "Done:"
-    print(f"{what} {len(cluster.nodes)} nodes of {config.cluster} run.")
+    print(f"{what} {len(cluster.nodes)} nodes of {config.cluster} run" + (" and can train." if config.setup else "."))
     for node in strangers:
         print(
             f"! The host key of {node.role} ({node.id}) is not known on this computer, so ssh refuses it. It was made "
             "on another one."
         )
-    first = (
-        f"icom run{name} -- mpirun -f hosts -n {config.count} -ppn 1 hostname" if config.setup else f"icom status{name}"
-    )
-    print(f"  icom ssh{name}\n  {first}\n  icom teardown{name}")
+    if config.setup:
+        print(f"  icom train --on {config.cluster} --train_data_dir photos --placeholder_token '<mine>' …")
+    print(f"  icom ssh{name}\n  icom teardown{name}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import shlex
 import time
 from collections.abc import Callable, Sequence
@@ -111,8 +112,23 @@ def patient_connect(
         pause = min(2 * pause, POLL_SECONDS)
 
 
-def step(connection: Any, node: Node, command: str, check: Callable[[], None] = lambda: None) -> str:
+def step(
+    connection: Any,
+    node: Node,
+    command: str,
+    check: Callable[[], None] = lambda: None,
+    seconds: int = STEP_SECONDS,
+    told: Callable[[str], None] | None = None,
+) -> str:
     """Run a shell command on a node to its end; what it printed.
+
+    Args:
+        connection: an open one to the node.
+        node: which one that is.
+        command: for its shell.
+        check: called before; what it raises stops.
+        seconds: how long the command may take.
+        told: given each line as it is printed, on a thread of its own.
 
     Raises:
         IcomError: it failed, took too long or the connection broke; names the node and shows its last lines.
@@ -121,10 +137,11 @@ def step(connection: Any, node: Node, command: str, check: Callable[[], None] = 
     import paramiko
 
     check()
+    streams = {"out_stream": _Lines(told), "err_stream": _Lines(told)} if told else {"hide": True}
     try:
-        done = connection.run(command, hide=True, warn=True, in_stream=False, timeout=STEP_SECONDS)
+        done = connection.run(command, **streams, warn=True, in_stream=False, timeout=seconds)
     except invoke.exceptions.CommandTimedOut as error:
-        raise IcomError(f"{node.role} ({node.id}): no end after {STEP_SECONDS} s of: {command}") from error
+        raise IcomError(f"{node.role} ({node.id}): no end after {seconds} s of: {command}") from error
     except (OSError, EOFError, paramiko.SSHException) as error:
         raise IcomError(f"{node.role} ({node.id}): the connection broke ({error}) during: {command}") from error
     if done.failed:
@@ -132,6 +149,37 @@ def step(connection: Any, node: Node, command: str, check: Callable[[], None] = 
         shown = "\n  ".join(lines) or "(no output)"
         raise IcomError(f"{node.role} ({node.id}): exit code {done.exited} of: {command}\n  {shown}")
     return str(done.stdout)
+
+
+class _Lines(io.TextIOBase):
+    """A stream that gives whole lines to a function."""
+
+    def __init__(self, told: Callable[[str], None]) -> None:
+        self._told, self._rest = told, ""
+
+    def write(self, text: str) -> int:
+        *lines, self._rest = (self._rest + text).split("\n")
+        for line in filter(str.strip, lines):
+            self._told(line.strip())
+        return len(text)
+
+
+def send(connection: Any, node: Node, path: str, content: bytes, check: Callable[[], None] = lambda: None) -> None:
+    """Write a file of any size on a node by sftp, for its owner alone. `path` is relative to the home folder.
+
+    Raises:
+        IcomError: the node has no room for it, or the connection broke.
+    """
+    import paramiko
+
+    check()
+    try:
+        with connection.sftp().open(path, "wb") as file:
+            file.chmod(0o600)
+            file.set_pipelined(True)  # else each piece waits for an answer
+            file.write(content)
+    except (OSError, EOFError, paramiko.SSHException) as error:
+        raise IcomError(f"{node.role} ({node.id}): {path} could not be written there: {error}") from error
 
 
 def write_file(connection: Any, node: Node, path: str, text: str, check: Callable[[], None]) -> None:

@@ -11,15 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from icom.errors import IcomError, UsageError
+from provisioning import project
 from provisioning.aws import Aws, error_code, filters, pages
-from provisioning.cluster import Cluster
+from provisioning.cluster import Cluster, Node
 from provisioning.config import ProvisionConfig, ssh_source
+from provisioning.images import Image, baked_image, base_image, find_image
 from provisioning.prices import Prices, look_up
-
-# Public parameters of AWS and Canonical that name their current images.
-UBUNTU = "/aws/service/canonical/ubuntu/server/24.04/stable/current/{arch}/hvm/ebs-gp3/ami-id"
-DEEP_LEARNING = "/aws/service/deeplearning/ami/{arch}/base-oss-nvidia-driver-gpu-ubuntu-24.04/latest/ami-id"
-DEBIAN_ARCH = {"x86_64": "amd64", "arm64": "arm64"}
 
 STANDARD = ("L-1216C47A", "L-34B43A08")
 QUOTAS = {
@@ -50,8 +47,11 @@ class Survey:
     vcpus: int
     """Of one instance."""
     gpus: int
-    image: str
-    root_device: str
+    image: Image
+    bake: bool
+    """Whether the nodes' image is to be made first, from `image`."""
+    content: str | None
+    """Of the image that the nodes start from, as its tag tells it; None where it is to hold nothing of icom."""
     subnets: tuple[Subnet, ...]
     """In the order to try; all of one VPC, with addresses free."""
     ssh_from: ipaddress.IPv4Network
@@ -62,21 +62,23 @@ class Survey:
     prices: Prices
 
 
-def survey(aws: Aws, config: ProvisionConfig, cluster: Cluster, missing: int) -> Survey:
-    """Find out what `missing` more nodes need.
+def survey(aws: Aws, config: ProvisionConfig, cluster: Cluster, missing: int, only_image: bool = False) -> Survey:
+    """Find out what `missing` more nodes need, or with `only_image` the instance that becomes their image.
 
     Raises:
         UsageError: what was asked for is not there: type, zone, subnet, addresses, image, key, quota.
         IcomError: the caller's address cannot be found.
     """
     kind = _instance_type(aws, config)
-    image = _image(aws, config, cluster, kind)
+    content = _content(kind) if config.bake and config.setup else None
+    image, bake = _images(aws, config, () if only_image else cluster.nodes, kind, content)
+    bake = bake and (missing > 0 or only_image)
     zones = _zones(aws, config.instance_type)
     block = False
     if config.capacity_reservation:
         zone, block = _reservation(aws, config, missing)
         zones = [zone]
-    subnets = _subnets(aws, config, cluster, zones, missing)
+    subnets = _subnets(aws, config, cluster, zones, max(missing, bake))
     if config.key_name:
         _check_key_name(aws, config.key_name)
     vcpus = kind["VCpuInfo"]["DefaultVCpus"]
@@ -84,12 +86,13 @@ def survey(aws: Aws, config: ProvisionConfig, cluster: Cluster, missing: int) ->
         region=aws.region,
         vcpus=vcpus,
         gpus=_gpus(kind),
-        image=image["ImageId"],
-        root_device=image["RootDeviceName"],
+        image=image,
+        bake=bake,
+        content=content,
         subnets=tuple(subnets),
         ssh_from=ssh_source(config.ssh_from or _own_address(aws, config, subnets[0]), config.ssh_from_anywhere),
         reservation_block=block,
-        quota=_quota(aws, config, vcpus * missing),
+        quota=_quota(aws, config, vcpus * max(missing, bake)),
         prices=look_up(aws, config.instance_type, config.spot),
     )
 
@@ -124,39 +127,37 @@ def _gpus(kind: dict[str, Any]) -> int:
     return sum(gpu.get("Count", 0) for gpu in kind.get("GpuInfo", {}).get("Gpus", []))
 
 
-def _image(aws: Aws, config: ProvisionConfig, cluster: Cluster, kind: dict[str, Any]) -> dict[str, Any]:
-    """--ami, else the image of the nodes that are there, else AWS's current one for the type."""
-    from botocore.exceptions import ClientError
+def _content(kind: dict[str, Any]) -> str:
+    """What an image for this type of instance has to hold: PyTorch comes with CUDA or without."""
+    return project.digest() + ("-gpu" if _gpus(kind) else "")
 
+
+def _images(
+    aws: Aws, config: ProvisionConfig, nodes: tuple[Node, ...], kind: dict[str, Any], content: str | None
+) -> tuple[Image, bool]:
+    """The image to start from, and whether the nodes' is still to be baked from it.
+
+    Nodes of one cluster have one image: that of those which are there, else the one with this content, else the base.
+    """
     architectures = kind["ProcessorInfo"]["SupportedArchitectures"]
-    id = config.ami or (cluster.nodes[0].image if cluster.nodes else None)
-    if id is None:
-        arch = "arm64" if "arm64" in architectures else "x86_64"
-        name = DEEP_LEARNING.format(arch=arch) if _gpus(kind) else UBUNTU.format(arch=DEBIAN_ARCH[arch])
-        try:
-            id = str(aws.ssm.get_parameter(Name=name)["Parameter"]["Value"])
-        except ClientError as error:
-            if error_code(error) != "ParameterNotFound":
-                raise
-            raise UsageError(f"{aws.region} has no image {name}. Give one with --ami.") from error
-    try:
-        found = aws.ec2.describe_images(ImageIds=[id])["Images"]
-    except ClientError as error:
-        if not error_code(error).startswith("InvalidAMIID"):
-            raise
-        found = []
-    if not found or found[0]["State"] != "available":
-        raise UsageError(f"There is no image {id} in {aws.region}, or it is not available to you. Give another --ami.")
-    image: dict[str, Any] = found[0]
-    if image["Architecture"] not in architectures:
+    first = next(iter(nodes), None)
+    image = find_image(aws, first.image, first.base) if first else None
+    if image:
+        bake = False
+    else:
+        image = base_image(aws, config, architectures, _gpus(kind) > 0)
+        baked = image if image.content == content else baked_image(aws, content, image) if content else None
+        image, bake = baked or image, content is not None and baked is None
+    if image.architecture not in architectures:
         raise UsageError(
-            f"Image {id} is for {image['Architecture']}, {config.instance_type} is {' or '.join(architectures)}. "
+            f"Image {image.id} is for {image.architecture}, {config.instance_type} is {' or '.join(architectures)}. "
             "Give another --ami or --instance_type."
         )
-    disks = [disk.get("Ebs", {}).get("VolumeSize", 0) for disk in image.get("BlockDeviceMappings", [])]
-    if (needed := max(disks, default=0)) > config.volume_gb:
-        raise UsageError(f"Image {id} needs {needed} GB of disk: raise --volume_gb from {config.volume_gb}.")
-    return image
+    if image.size_gb > config.volume_gb:
+        raise UsageError(
+            f"Image {image.id} needs {image.size_gb} GB of disk: raise --volume_gb from {config.volume_gb}."
+        )
+    return image, bake
 
 
 def _zones(aws: Aws, instance_type: str) -> list[str]:

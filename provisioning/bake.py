@@ -1,0 +1,90 @@
+"""Bake the image that nodes start from: an instance of its own is set up, tested, scrubbed, stopped and imaged.
+
+Never a node's disk: that has keys, pictures and tokens on it. The instance is ended afterwards.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from provisioning.aws import Aws, filters, wait_for
+from provisioning.cluster import Node, find_nodes
+from provisioning.ec2 import unless_made
+from provisioning.images import Image, wait_for_image
+from provisioning.install import install
+from provisioning.launches import Launches, launch_somewhere
+from provisioning.nodes import AS_ROOT, WAIT_FOR_BOOT
+from provisioning.plan import Plan, builder_plan, image_request
+from provisioning.progress import Progress
+from provisioning.ssh import Login, patient_connect, send, step
+from provisioning.teardown import end_nodes
+
+IMAGE_MINUTES = 60
+"""How long EC2 may take to copy the disk."""
+SCRUB = Path(__file__).with_name("scrub.py")
+"""Runs on the instance alone."""
+_SCRUB = ".icom-scrub.py"
+
+
+def bake(
+    aws: Aws, plan: Plan, group: str, client_key: str | None, login: Login, launches: Launches, progress: Progress
+) -> Image:
+    """Make the nodes' image.
+
+    Args:
+        aws: the connection.
+        plan: whose `image` is what to start from, and whose `content` the tag that the image gets.
+        group: id of the security group.
+        client_key: public key that the instance lets in besides the EC2 key pair's; None for none.
+        login: how to get in.
+        launches: told of the instance.
+        progress: told what is going on.
+
+    Returns:
+        The image, ready to start from.
+
+    Raises:
+        IcomError, botocore's errors: the caller removes what carries the tag of the plan's run.
+    """
+    with progress.doing("builder", "starting"):
+        mine = builder_plan(plan)
+        (id,) = launch_somewhere(aws, mine, group, client_key, login.folder, launches, progress.say)
+        wait_for(aws, "running", [id], plan.config.wait_minutes)
+        (builder,) = find_nodes(aws, filters(instance_id=id))
+    _set_up(plan, builder, login, launches, progress)
+    with progress.doing("builder", "stopping"):
+        aws.ec2.stop_instances(InstanceIds=[id])
+        wait_for(aws, "stopped", [id], plan.config.wait_minutes)
+    with progress.doing("builder", "EC2 makes an image of its disk"):
+        request = image_request(plan, id)
+        made = unless_made(
+            lambda: aws.ec2.create_image(**request),
+            "InvalidAMIName.Duplicate",
+            lambda: _by_name(aws, request["Name"]),
+            plan,
+        )
+        image = wait_for_image(aws, made["ImageId"], IMAGE_MINUTES)
+    with progress.doing("builder", "ending"):
+        end_nodes(aws, [id], plan.config.wait_minutes)
+        launches.ids.clear()
+    progress.say(f"image {image.id}, with icom in it")
+    return image
+
+
+def _set_up(plan: Plan, builder: Node, login: Login, launches: Launches, progress: Progress) -> None:
+    check = launches.check
+    with progress.doing("builder", "booting"):
+        connection = patient_connect(login, builder, plan.config.wait_minutes, check)
+    with connection:
+        with progress.doing("builder", "finishing its boot"):
+            step(connection, builder, WAIT_FOR_BOOT, check)
+        install(connection, builder, plan.gpus, check, progress)
+        with progress.doing("builder", "scrubbing keys, tokens, histories and logs"):
+            send(connection, builder, _SCRUB, SCRUB.read_bytes(), check)
+            command = f"{AS_ROOT} python3 - --instance {builder.id} < {_SCRUB} && rm {_SCRUB} && sync"
+            step(connection, builder, command, check)
+
+
+def _by_name(aws: Aws, name: str) -> dict[str, Any] | None:
+    return next(iter(aws.ec2.describe_images(Owners=["self"], Filters=filters(name=name))["Images"]), None)

@@ -1,0 +1,44 @@
+"""Make what the plan says: security group, key pair, image, placement group, nodes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from provisioning.aws import Aws
+from provisioning.bake import IMAGE_MINUTES, bake
+from provisioning.cluster import Cluster, find_cluster
+from provisioning.ec2 import key_pair, placement_group, security_group
+from provisioning.images import wait_for_image
+from provisioning.launches import Launches, launch_somewhere, wait_until_running
+from provisioning.plan import Plan
+from provisioning.progress import Progress
+from provisioning.ssh import Login
+from provisioning.teardown import end_nodes
+
+
+def build(aws: Aws, plan: Plan, cluster: Cluster, login: Login, launches: Launches, progress: Progress) -> Cluster:
+    """Make everything of the plan and wait until the nodes run.
+
+    Returns:
+        The cluster as EC2 describes it afterwards.
+
+    Raises:
+        IcomError, botocore's errors: the caller removes what carries the tag of the plan's run.
+    """
+    say = progress.say
+    group = security_group(aws, plan, cluster, say)
+    client_key = None if plan.config.key_name else login.folder.client_key()
+    if plan.make_key and client_key:
+        key_pair(aws, plan, cluster, client_key, say)
+    if plan.bake:
+        plan = replace(plan, image=bake(aws, plan, group, client_key, login, launches, progress))
+    elif plan.image.state == "pending":  # of a call that was interrupted
+        with progress.doing(plan.image.id, "EC2 still makes this image"):
+            plan = replace(plan, image=wait_for_image(aws, plan.image.id, IMAGE_MINUTES))
+    end_nodes(aws, [node.id for node in cluster.builders], plan.config.wait_minutes)
+    if plan.make_placement:
+        placement_group(aws, plan, say)
+    if plan.roles:
+        launch_somewhere(aws, plan, group, client_key, login.folder, launches, say)
+    wait_until_running(aws, plan, say)
+    return find_cluster(aws, plan.config.cluster)

@@ -1,0 +1,91 @@
+"""Nodes that say yes to everything, for tests of what EC2 is asked; tests/ec2/test_nodes.py has real ones.
+
+Every step of provisioning.ssh passes here: `steps` tells which, and one of them can fail.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace, TracebackType
+from typing import Any
+
+from provisioning.cluster import Node
+from provisioning.hostkeys import make_key
+from provisioning.ssh import Login
+
+
+@dataclass
+class Steps:
+    """What was asked of all nodes, and one fault to inject."""
+
+    done: list[str] = field(default_factory=list)
+    """`role: command` of each step, and `role: sftp path`."""
+    at: int | None = None
+    """Which step (from 0) meets the fault."""
+    fault: str = ""
+    """error, broken or ctrl-c."""
+    answers: list[tuple[str, str]] = field(default_factory=list)
+    """(part of a command, what the node prints then)."""
+
+    def meet(self, what: str) -> SimpleNamespace:
+        """Do a step."""
+        self.done.append(what)
+        failed = False
+        if len(self.done) - 1 == self.at:
+            if self.fault == "broken":
+                raise EOFError("the connection is gone")
+            if self.fault == "ctrl-c":
+                os.kill(os.getpid(), signal.SIGINT)
+            failed = self.fault == "error"
+        text = next((answer for part, answer in self.answers if part in what), "")
+        return SimpleNamespace(
+            failed=failed, exited=3 if failed else 0, stdout=text, stderr="no such luck" if failed else ""
+        )
+
+
+class FakeConnection:
+    """As much of fabric's Connection as provisioning.ssh uses."""
+
+    def __init__(self, steps: Steps, node: Node) -> None:
+        self._steps, self._node = steps, node
+
+    def __enter__(self) -> FakeConnection:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def run(self, command: str, **_: Any) -> SimpleNamespace:
+        """A shell command."""
+        if "ssh-keygen -q -t ed25519 -N '' -C '' -f" in command:
+            done = self._steps.meet(f"{self._node.role}: {command}")
+            return done if done.failed else SimpleNamespace(failed=False, exited=0, stdout=make_key().public, stderr="")
+        return self._steps.meet(f"{self._node.role}: {command}")
+
+    def sftp(self) -> Any:
+        """A client that can write files."""
+
+        @contextmanager
+        def opened(path: str, mode: str) -> Iterator[Any]:
+            if self._steps.meet(f"{self._node.role}: sftp {path}").failed:
+                raise OSError("no such luck")
+            sink = io.BytesIO()
+            yield SimpleNamespace(chmod=lambda mode: None, set_pipelined=lambda on: None, write=sink.write)
+
+        return SimpleNamespace(open=opened)
+
+
+def connector(steps: Steps) -> Callable[..., FakeConnection]:
+    """What to put in place of provisioning.ssh.connect."""
+
+    def connect(login: Login, node: Node, keys: object = None) -> FakeConnection:
+        return FakeConnection(steps, node)
+
+    return connect

@@ -1,0 +1,141 @@
+"""The image that nodes start from: baked once per content of the project, used by all, removed when asked."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from provisioning import project
+from tests.ec2.fake_ssh import Steps, connector
+from tests.ec2.wire import Icom, Wire
+
+Nodes = Callable[[str], list[dict[str, Any]]]
+Left = Callable[[str], list[str]]
+UBUNTU = "ami-00000000000000aa1"
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
+    steps = Steps()
+    monkeypatch.setattr("provisioning.ssh.connect", connector(steps))
+    monkeypatch.setattr("provisioning.project.archive", lambda: b"")
+    return steps
+
+
+@pytest.fixture
+def make(icom: Icom, wire: Wire, moto: str, steps: Steps) -> Icom:
+    """`icom provision --yes` with nodes that say yes."""
+    return lambda *options: icom("provision", "--yes", "--address_url", f"{moto}/address", *options)
+
+
+@pytest.fixture
+def bake(icom: Icom, moto: str, steps: Steps) -> Icom:
+    """`icom bake --yes` with a node that says yes."""
+    return lambda *options: icom("bake", "--yes", "--address_url", f"{moto}/address", *options)
+
+
+@pytest.fixture
+def content(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    """A content of the project of this test's own: images outlive tests in moto."""
+    name = f"content-of-{request.node.name}"
+    monkeypatch.setattr("provisioning.project.digest", lambda: name)
+    return name
+
+
+def tags(resource: dict[str, Any]) -> dict[str, str]:
+    return {tag["Key"]: tag["Value"] for tag in resource["Tags"]}
+
+
+def test_bakes_once_and_launches_all_from_it(
+    make: Icom, bake: Icom, icom: Icom, wire: Wire, ec2: Any, nodes: Nodes, left: Left, content: str, steps: Steps
+) -> None:
+    first = make("--cluster", "baker", "--count", "3", "--volume_gb", "100")
+    assert first.code == 0, first
+    (image,) = ec2.describe_images(Owners=["self"], Filters=[{"Name": "tag:icom:content", "Values": [content]}])[
+        "Images"
+    ]
+    assert {node["ImageId"] for node in nodes("baker")} == {image["ImageId"]}
+    assert sorted(tags(node)["icom:role"] for node in nodes("baker")) == ["master", "worker-1", "worker-2"]
+    launched = [params for name, params in wire.requests if name == "RunInstances" and "DryRun" not in params]
+    builder = launched[0]
+    assert builder["ImageId"] == UBUNTU
+    assert builder["InstanceInitiatedShutdownBehavior"] == "terminate"
+    assert "icom-end.timer" in base64.b64decode(builder["UserData"]).decode(), "it ends itself when nobody else does"
+    size = builder["BlockDeviceMappings"][0]["Ebs"]["VolumeSize"]
+    assert 30 <= size < 100, "nodes will need a disk as large as this one's"
+    done = [step for step in steps.done if step.startswith("builder: ")]
+    order = [next(i for i, step in enumerate(done) if part in step) for part in ("setup-master", "doctor", "--instance")]
+    assert order == sorted(order)
+    assert "icom-scrub" in done[-1], "nothing is done on the builder after the scrub"
+    calls = [call for call in wire.calls if call.split(":")[1] in ("StopInstances", "CreateImage", "TerminateInstances")]
+    assert calls == ["ec2:StopInstances", "ec2:CreateImage", "ec2:TerminateInstances"]
+
+    # Another cluster, the same content: nothing is baked. So it is when this one grows.
+    wire.calls.clear()
+    assert make("--cluster", "eater", "--count", "1").code == 0
+    assert {node["ImageId"] for node in nodes("eater")} == {image["ImageId"]}
+    assert make("--cluster", "baker", "--count", "4", "--volume_gb", "100").code == 0
+    assert {node["ImageId"] for node in nodes("baker")} == {image["ImageId"]}
+    assert "ec2:CreateImage" not in wire.calls
+    assert f"Nothing to do: image {image['ImageId']}" in bake("--cluster", "eater").out
+
+    assert icom("teardown", "--yes", "--cluster", "eater").code == 0
+    assert left("eater") == []
+    kept = icom("teardown", "--yes", "--cluster", "baker")
+    assert kept.code == 0, kept
+    assert image["ImageId"] in kept.out
+    assert icom("teardown", "--yes", "--cluster", "baker", "--all_images").code == 0
+    assert left("baker") == []
+
+
+def test_another_content_or_base_bakes_again(
+    make: Icom, icom: Icom, nodes: Nodes, content: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert make("--cluster", "one").code == 0
+    assert make("--cluster", "two", "--ami", UBUNTU).code == 0
+    monkeypatch.setattr("provisioning.project.digest", lambda: f"{content}-changed")
+    assert make("--cluster", "three").code == 0
+    images = [nodes(name)[0]["ImageId"] for name in ("one", "two", "three")]
+    assert len(set(images)) == 3
+    assert make("--cluster", "two", "--ami", UBUNTU).code == 0, "the same command again"
+    for name in ("one", "two", "three"):
+        assert icom("teardown", "--yes", "--cluster", name, "--all_images").code == 0
+
+
+def test_bake_alone_leaves_the_image(
+    bake: Icom, icom: Icom, ec2: Any, left: Left, content: str, tmp_path: Path
+) -> None:
+    result = bake("--cluster", "alone")
+    assert result.code == 0, result
+    (image,) = ec2.describe_images(Owners=["self"], Filters=[{"Name": "tag:icom:content", "Values": [content]}])[
+        "Images"
+    ]
+    snapshot = image["BlockDeviceMappings"][0]["Ebs"]["SnapshotId"]
+    assert left("alone") == sorted([image["ImageId"], snapshot])
+    assert not list((tmp_path / "clusters").rglob("id_ed25519"))
+    assert icom("teardown", "--yes", "--cluster", "alone", "--all_images").code == 0
+    assert left("alone") == []
+
+
+@pytest.mark.parametrize("fault", ["error", "broken", "ctrl-c"])
+def test_fault_at_every_step_of_ssh_leaves_nothing(
+    fault: str, make: Icom, icom: Icom, left: Left, steps: Steps, content: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert make("--cluster", "smooth", "--count", "2").code == 0
+    count = len(steps.done)
+    assert icom("teardown", "--yes", "--cluster", "smooth", "--all_images").code == 0
+    for at in range(count):
+        steps.done.clear()
+        steps.at, steps.fault = at, fault
+        result = make("--cluster", f"s{at}-{fault}", "--count", "2")
+        where = f"{fault} at step {at} ({steps.done[-1]}): {result}"
+        assert result.code == (130 if fault == "ctrl-c" else 1), where
+        if fault == "error":
+            assert "no such luck" in result.err, where
+            assert "i-" in result.err, where
+        assert left(f"s{at}-{fault}") == [], where
+    print(f"\n{count} ssh steps of icom provision --count 2, {fault} at each: nothing was left")

@@ -68,8 +68,13 @@ def save(keeper: int, folder: Path) -> None:
 
     Args:
         keeper: pid of the process that keeps the host's namespaces, whose child has the disk open.
+        folder: may not exist.
     """
-    folder.mkdir(parents=True)
     (first,) = children(keeper)
-    every = "--preserve=mode,ownership,timestamps,links,xattr"
-    call(["cp", "-dR", every, f"/proc/{first}/fd/9/.", os.fspath(folder)])
+    copy(Path(f"/proc/{first}/fd/9"), folder)
+
+
+def copy(disk: Path, folder: Path) -> None:
+    """Copy a disk that was saved to a folder that is made for it."""
+    folder.mkdir(parents=True)
+    call(["cp", "-dR", "--preserve=mode,ownership,timestamps,links,xattr", f"{disk}/.", os.fspath(folder)])

@@ -9,6 +9,9 @@ own host key. `ssh NAME` works between all of them as it does between machines t
 Nothing can stay behind. Every namespace lives as long as a process that reads a pipe whose other end this process
 holds: when the block is left, or when this process dies of whatever, the kernel ends all that ran in it and takes its
 mounts, links and files (which are in memory) along.
+
+A host with `own_root` stands for a machine that was just started: its disk is its own (tests/cluster/disk.py), it can
+do whatever it likes to its files, and nobody has set up ssh on it.
 """
 
 from __future__ import annotations
@@ -24,9 +27,11 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import count as counting
 from pathlib import Path
 from typing import IO, overload
 
+from tests.cluster import disk
 from tests.cluster.namespaces import PATH, ClusterError, Command, Space, call, check, without_interruption
 
 # RFC 2544 sets these addresses aside for tests of networks. The bridge is connected to nothing, so that two clusters
@@ -108,11 +113,13 @@ class Host:
         name: its hostname, known to the others.
         address: its IPv4 address, known to the others under `name`.
         key: of its sshd.
+        home: root's home folder.
     """
 
     name: str
     address: str
     key: HostKey
+    home: Path
     _space: Space
     _switch: Space
     _port: str
@@ -130,7 +137,7 @@ class Host:
         """
         kept = os.environ if env is None else env
         dropped = () if env is not None else ("SSH_AUTH_SOCK", "TMPDIR", "XDG_CACHE_HOME", "XDG_RUNTIME_DIR")
-        variables = {name: value for name, value in kept.items() if name not in dropped} | {"HOME": str(HOME)}
+        variables = {name: value for name, value in kept.items() if name not in dropped} | {"HOME": str(self.home)}
         return [
             *("nsenter", f"--target={self._space.pid}", "--mount", "--uts", "--ipc", "--net"),
             f"--pid=/proc/{self._space.pid}/ns/pid_for_children",
@@ -139,7 +146,7 @@ class Host:
                 "env",
                 "-i",
                 "--default-signal=INT",
-                f"--chdir={folder or HOME}",
+                f"--chdir={folder or self.home}",
                 *(f"{name}={value}" for name, value in variables.items()),
             ),
             *map(str, words),
@@ -206,6 +213,10 @@ class Host:
             os.kill(pid, signal.SIGKILL)
         return pids
 
+    def save(self, folder: str | Path) -> None:
+        """Keep what the disk of a host with `own_root` holds in a new folder, for `Cluster.add(image=folder)`."""
+        disk.save(self._space.pid, Path(folder))
+
     def link_down(self) -> None:
         """Pull the cable: what is sent is lost, without an error."""
         self._set_link("down")
@@ -228,8 +239,12 @@ class Cluster(Sequence[Host]):
     _switch: Space
     _stack: ExitStack
     _show: tuple[Path, ...]
+    """Folders below /tmp that hosts without `own_root` share with the machine."""
+    _see: tuple[Path, ...]
+    """Folders that the others can read."""
     _client: HostKey = field(default_factory=lambda: HostKey.new("test cluster"))
     _hosts: list[Host] = field(default_factory=list)
+    _numbers: Iterator[int] = field(default_factory=counting)
 
     def __len__(self) -> int:
         return len(self._hosts)
@@ -246,24 +261,55 @@ class Cluster(Sequence[Host]):
     def __iter__(self) -> Iterator[Host]:
         return iter(self._hosts)
 
-    def add(self, name: str | None = None, key: HostKey | None = None) -> Host:
+    def add(
+        self,
+        name: str | None = None,
+        key: HostKey | None = None,
+        *,
+        address: str | None = None,
+        own_root: bool = False,
+        image: str | Path | None = None,
+    ) -> Host:
         """One more host, which accepts ssh and which all others know.
 
         Args:
             name: default node1, node2, … by place.
             key: of its sshd; default a new one.
+            address: default the next in the network.
+            own_root: whether it has a root file system of its own. Its home is /root then. The names of all hosts are
+                known on it, as from a name server, but it has no keys and no sshd runs.
+            image: a disk that `Host.save` kept, to start from; implies `own_root`.
         """
-        number = len(self._hosts)
+        number = next(self._numbers)
         name = name or f"node{number}"
-        key = key or HostKey.new(name)
-        users = "\n".join(_home(line) for line in Path("/etc/passwd").read_text().splitlines())
-        # An account that is locked may not log in, not even with a key.
-        arguments = [name, str(HOME), users, "root:*:1::::::", *map(str, self._show)]
-        space = Space.make(self._stack, _NAMESPACES, _INIT, *arguments)
-        host = Host(name, NETWORK.format(FIRST_ADDRESS + number), key, space, self._switch, f"port{number}")
-        self._connect(host)
+        address = address or NETWORK.format(FIRST_ADDRESS + number)
+        if own_root or image:
+            arguments = [name, str(image or ""), *map(str, self._see)]
+            space = Space.make(self._stack, _NAMESPACES, disk.INIT, *arguments)
+            home = Path("/root")
+        else:
+            users = "\n".join(_home(line) for line in Path("/etc/passwd").read_text().splitlines())
+            # An account that is locked may not log in, not even with a key.
+            arguments = [name, str(HOME), users, "root:*:1::::::", *map(str, self._show)]
+            space = Space.make(self._stack, _NAMESPACES, _INIT, *arguments)
+            home = HOME
+        host = Host(name, address, key or HostKey.new(name), home, space, self._switch, f"port{number}")
+        self._connect(host, f"plug{number}")
+        if home == HOME:
+            self._let_in(host)
+        self._hosts.append(host)
+        self._introduce()
+        return host
+
+    def remove(self, host: Host) -> None:
+        """Power a host off and take it away: everything on it ends, its disk is gone."""
+        self._hosts.remove(host)
+        host._space.close()
+
+    def _let_in(self, host: Host) -> None:
+        """Run sshd on it, for everybody who has the hosts' key."""
         files = {
-            _SSH / "host_key": key.private,
+            _SSH / "host_key": host.key.private,
             _SSH / "config": textwrap.dedent(f"""\
                 ListenAddress {host.address}
                 HostKey {_SSH / "host_key"}
@@ -281,12 +327,8 @@ class Cluster(Sequence[Host]):
             path.touch(mode=0o600)
             path.write_text(content)
         host.start_sshd()
-        self._hosts.append(host)
-        self._introduce()
-        return host
 
-    def _connect(self, host: Host) -> None:
-        plug = f"plug{len(self._hosts)}"
+    def _connect(self, host: Host, plug: str) -> None:
         switch = ["nsenter", f"--target={self._switch.pid}", "--net"]
         pair = ["type", "veth", "peer", "name", plug, "netns", str(host._space.pid)]
         call([*switch, "ip", "link", "add", host._port, *pair])
@@ -306,6 +348,8 @@ class Cluster(Sequence[Host]):
         config += "Host *\n  User root\n  StrictHostKeyChecking yes\n"
         for host in self:
             host.path("/run/hosts").write_text(f"127.0.0.1 localhost\n{names}")
+            if host.home != HOME:
+                continue
             host.path(HOME / ".ssh/known_hosts").write_text(keys)
             host.path(HOME / ".ssh/config").write_text(config)
 
@@ -316,19 +360,20 @@ def cluster(count: int, show: Iterable[str | Path] = ()) -> Iterator[Cluster]:
 
     Args:
         count: how many; `Cluster.add` makes more.
-        show: folders below /tmp that all hosts see. The current folder and Python's own are among them anyway; the
-            rest of /tmp is not, each host having one of its own.
+        show: folders below /tmp that all hosts but those with `own_root` see. The current folder and Python's own are
+            among them anyway; the rest of /tmp is not, each host having one of its own.
 
     Raises:
         ClusterError: something is `missing`, or making a host failed.
     """
     if lacking := missing():
         raise ClusterError(f"cannot make hosts on this machine: it lacks {', '.join(lacking)}")
-    shown = {Path(folder).resolve() for folder in (*show, Path.cwd(), sys.prefix, sys.base_prefix)}
+    needed = {Path(folder).resolve() for folder in (Path.cwd(), sys.prefix, sys.base_prefix)}
+    shown = needed | {Path(folder).resolve() for folder in show}
     below = tuple(sorted(folder for folder in shown if folder.is_relative_to("/tmp")))
     with ExitStack() as stack:
         switch = Space.make(stack, ["--net"], "set -e\nip link add switch type bridge\nip link set switch up\n")
-        hosts = Cluster(switch, stack, below)
+        hosts = Cluster(switch, stack, below, tuple(sorted(needed)))
         for _ in range(count):
             hosts.add()
         yield hosts

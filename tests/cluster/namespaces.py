@@ -41,7 +41,7 @@ class Command(subprocess.Popen[str]):
     def send_signal(self, sig: int) -> None:
         """Send a signal, unless the command has ended."""
         if self.poll() is None:
-            for pid in _children(self.pid) or [self.pid]:
+            for pid in children(self.pid) or [self.pid]:
                 os.kill(pid, sig)
 
 
@@ -97,7 +97,8 @@ def without_interruption() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _children(parent: int) -> list[int]:
+def children(parent: int) -> list[int]:
+    """Pids of a process's children."""
     found = []
     for entry in Path("/proc").iterdir():
         with suppress(OSError):  # it has ended

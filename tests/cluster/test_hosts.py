@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -98,6 +100,46 @@ def test_a_signal_reaches_the_command(hosts: Cluster) -> None:
     with pytest.raises(subprocess.TimeoutExpired):
         hosts[0].run(["sleep", "998"], ENV, timeout=0.2)
     assert not hosts[0].processes("^sleep 998")
+
+
+def test_a_disk_of_its_own_that_can_be_kept(tmp_path: Path) -> None:
+    """What a host does to its files, the machine's do not see; a host that starts from its image sees just that."""
+    mark = f"icom-test-{os.getpid()}"
+    folders = [Path("/etc", mark), Path("/var/log", mark), Path("/root", mark)]
+    with ExitStack() as clean:
+        for folder in folders:
+            clean.callback(shutil.rmtree, folder)
+            folder.mkdir()
+            (folder / "file").write_text("the machine's")
+            (folder / "gone").touch()
+        with cluster(0) as machines:
+            first = machines.add("first", own_root=True)
+            assert output(first, "sh", "-c", "hostname; pwd; cat /proc/1/comm").split() == ["first", "/root", "cat"]
+            python = {str(Path(*Path(sys.base_prefix).parts[:3]))} if sys.base_prefix.startswith("/root/") else set()
+            assert set(output(first, "sh", "-c", "find /home /root /tmp -mindepth 1 -maxdepth 1").split()) == python
+            for folder in folders[:2]:
+                assert output(first, "cat", folder / "file") == "the machine's"
+                output(first, "sh", "-c", f"cd {folder} && rm gone && chmod 0600 file && echo more >> file")
+            for folder in folders[1:]:
+                output(first, "sh", "-c", f"rm -rf {folder} && mkdir {folder} && touch {folder}/new")
+            output(first, "touch", ROOT / mark)
+            first.save(tmp_path / "image")
+            machines.remove(first)
+            assert [host.name for host in machines] == []
+
+            from_image, fresh = machines.add("from-image", image=tmp_path / "image"), machines.add(own_root=True)
+            assert output(from_image, "find", *folders, "-type", "f").split() == [
+                *(str(folders[0] / "file"), str(folders[1] / "new"), str(folders[2] / "new")),
+            ]
+            assert output(from_image, "cat", folders[0] / "file") == "the machine'smore"
+            assert output(from_image, "stat", "-c", "%a", folders[0] / "file") == "600"
+            assert len(output(fresh, "find", *folders[:2], "-type", "f").split()) == 4
+            assert not fresh.path(folders[2]).exists()
+            assert output(fresh, "script", "-qec", "tty", "/dev/null").startswith("/dev/pts/")
+        for folder in folders:
+            assert sorted(file.name for file in folder.iterdir()) == ["file", "gone"]
+            assert (folder / "file").read_text() == "the machine's"
+        assert not (ROOT / mark).exists()
 
 
 def test_a_host_that_cannot_be_made_says_why() -> None:

@@ -1,6 +1,7 @@
 """moto's server as a process of its own, with what it lacks of EC2 filled in; each gap is one function here.
 
-Prints its address when it listens. `python -m tests.ec2.moto_server [FILE]`: FILE is told of launches
+Prints its address when it listens. `python -m tests.ec2.moto_server [FILE]`: FILE is told what happens to instances,
+and whoever reads it decides when they run (`happenings_are_told`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ os.environ["MOTO_AMIS_PATH"] = str(Path(__file__).with_name("amis.json"))
 
 from moto.core.responses import ActionResult, EmptyResult
 from moto.ec2.exceptions import EC2ClientError
-from moto.ec2.models.amis import AmiBackend
+from moto.ec2.models.amis import Ami, AmiBackend
 from moto.ec2.models.elastic_block_store import EBSBackend
 from moto.ec2.models.instances import Instance, InstanceState
 from moto.ec2.models.tags import TagBackend
@@ -29,7 +30,7 @@ from werkzeug.serving import make_server
 VCPU_QUOTA = 5000
 ADDRESS = "9.9.9.9"  # a public one, as the real service answers; nobody connects to it
 READY: Callable[[Any], bool] = lambda instance: True  # noqa: E731
-"""Whether an instance that is pending may run."""
+"""Whether an instance may run, and an image be available, that is pending."""
 CODES = {"pending": 0, "running": 16, "shutting-down": 32, "terminated": 48, "stopping": 64, "stopped": 80}
 
 
@@ -198,6 +199,52 @@ def snapshots_of_images_have_tags() -> None:
     EBSBackend.delete_snapshot = delete_snapshot
 
 
+def images_take_time() -> None:
+    """CreateImage: an image is pending, until it was described once, before it is available and can be launched from.
+
+    It is like the instance it was made from; a name is given once; the instance has to run or be stopped.
+    """
+    create, describe, run = AmiBackend.create_image, EC2Response.describe_images, EC2Response.run_instances
+    mappings = Ami.block_device_mappings.fget
+
+    def create_image(self: Any, instance_id: str, name: str, *arguments: Any) -> Any:
+        instance = self.get_instance(instance_id)
+        if instance._state.name not in ("running", "stopped"):
+            raise EC2ClientError("IncorrectState", f"{instance_id} is {instance._state.name}, not running or stopped")
+        if same := [image.id for image in self.amis.values() if image.name == name]:
+            raise EC2ClientError("InvalidAMIName.Duplicate", f"AMI name {name} is already in use by AMI {same[0]}")
+        image = create(self, instance_id, name, *arguments)
+        source = self.amis[instance.image_id]
+        for attribute in ("root_device_name", "root_device_type", "architecture", "hypervisor", "virtualization_type"):
+            setattr(image, attribute, getattr(source, attribute))
+        disk = instance.block_device_mapping[image.root_device_name]
+        ebs = {"VolumeSize": disk.size, "VolumeType": "gp3", "Encrypted": True, "DeleteOnTermination": True}
+        image._like_its_instance = ebs
+        image.state = "pending"
+        return image
+
+    def describe_images(self: Any) -> ActionResult:
+        self.error_on_dryrun()
+        status, headers, body = self.serialized(describe(self))
+        for image in self.ec2_backend.amis.values():
+            if image.state == "pending" and READY(image):
+                image.state = "available"
+        return body, {**headers, "status": status}
+
+    def run_instances(self: Any) -> Any:
+        image = self.ec2_backend.amis.get(self._get_param("ImageId"))
+        if image and image.state != "available":
+            raise EC2ClientError("InvalidAMIID.Unavailable", f"The image ID '{image.id}' is not available")
+        return run(self)
+
+    def block_device_mappings(self: Any) -> Any:
+        (disk,) = mappings(self)
+        return [{**disk, "Ebs": {**disk["Ebs"], **self.__dict__.get("_like_its_instance", {})}}]
+
+    AmiBackend.create_image, Ami.block_device_mappings = create_image, property(block_device_mappings)
+    EC2Response.describe_images, EC2Response.run_instances = describe_images, run_instances
+
+
 def images_have_public_names() -> None:
     """SSM's public parameters of Canonical and AWS that name their current images."""
     images = {
@@ -228,24 +275,45 @@ def quotas_of_ec2() -> None:
     ServiceQuotasBackend.get_service_quota = get_service_quota
 
 
-def launches_are_told(file: Path) -> None:
-    """A line of JSON in a file for every instance, for who makes the host that stands for it.
+def happenings_are_told(file: Path) -> None:
+    """A line of JSON in a file for all that happens to instances with user data, for who makes hosts for them.
 
-    The instance runs once there is a file with its id beside that file.
+    `event` is launch (with id, address, image, user_data), stop, start, terminate (with id) or image (with id,
+    instance). An instance runs, and an image is available, once there is a file with its id beside that file.
     """
     global READY  # noqa: PLW0603
-    READY = lambda instance: not instance.user_data or file.with_name(instance.id).exists()  # noqa: E731
-    run = EC2Response.run_instances
+    READY = lambda it: not getattr(it, "user_data", "image") or file.with_name(it.id).exists()  # noqa: E731
+    run, create = EC2Response.run_instances, AmiBackend.create_image
+
+    def tell(**what: str) -> None:
+        with file.open("a") as told:
+            told.write(json.dumps(what) + "\n")
 
     def run_instances(self: Any) -> Any:
         answer = run(self)
         for instance in filter(lambda instance: instance.user_data, answer.result.instances):
-            data = instance.user_data.decode()
-            with file.open("a") as told:
-                told.write(json.dumps({"id": instance.id, "address": instance.private_ip, "user_data": data}) + "\n")
+            data, where = instance.user_data.decode(), instance.private_ip
+            tell(event="launch", id=instance.id, address=where, image=instance.image_id, user_data=data)
         return answer
 
-    EC2Response.run_instances = run_instances
+    def create_image(self: Any, instance_id: str, *arguments: Any, **options: Any) -> Any:
+        image = create(self, instance_id, *arguments, **options)
+        tell(event="image", id=image.id, instance=instance_id)
+        return image
+
+    EC2Response.run_instances, AmiBackend.create_image = run_instances, create_image
+    for name in ("terminate", "stop", "start"):
+        original = getattr(Instance, name)
+
+        def changed(self: Any, original: Any = original, name: str = name) -> Any:
+            if self.user_data and name != "start":
+                file.with_name(self.id).unlink(missing_ok=True)
+            before = original(self)
+            if self.user_data:
+                tell(event=name, id=self.id)
+            return before
+
+        setattr(Instance, name, changed)
 
 
 def with_prices_and_address(app: Any) -> Callable[..., Iterable[bytes]]:
@@ -272,11 +340,11 @@ def with_prices_and_address(app: Any) -> Callable[..., Iterable[bytes]]:
 def main() -> None:
     for fill in (
         *(instances_take_time, client_tokens_count, placement_groups, used_groups_stay),
-        *(snapshots_of_images_have_tags, images_have_public_names, quotas_of_ec2),
+        *(images_take_time, snapshots_of_images_have_tags, images_have_public_names, quotas_of_ec2),
     ):
         fill()
     if len(sys.argv) > 1:
-        launches_are_told(Path(sys.argv[1]))
+        happenings_are_told(Path(sys.argv[1]))
     app = with_prices_and_address(DomainDispatcherApplication(create_backend_app))
     server = make_server("127.0.0.1", 0, app, threaded=True)
     print(f"http://127.0.0.1:{server.server_address[1]}", flush=True)

@@ -82,8 +82,7 @@ def test_three_nodes_as_the_issue_wants_them(
         assert behaviour["InstanceInitiatedShutdownBehavior"]["Value"] == "terminate"
         data = user_data(ec2, node["InstanceId"])
         keys.add(data["ssh_keys"]["ed25519_public"])
-        timer = next(file["content"] for file in data["write_files"] if file["path"].endswith(".timer"))
-        ends = datetime.strptime(re.findall(r"OnCalendar=(.*) UTC", timer)[0], "%Y-%m-%d %H:%M:%S")
+        ends = datetime.strptime(re.findall(r"OnCalendar=(.*) UTC", str(data["bootcmd"]))[0], "%Y-%m-%d %H:%M:%S")
         launched = node["LaunchTime"].replace(tzinfo=None)
         assert timedelta(hours=2.4) < ends - launched <= timedelta(hours=2.5)
     assert len(keys) == 3

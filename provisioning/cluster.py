@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timezone
 from typing import Any
 
 from icom.errors import IcomError
@@ -12,6 +12,8 @@ from provisioning.aws import Aws, filters, pages
 TAG_CLUSTER = "icom:cluster"
 TAG_ROLE = "icom:role"
 TAG_RUN = "icom:run"
+TAG_ENDS = "icom:ends"
+ENDS_FORMAT = "%Y-%m-%dT%H:%M:%SZ"  # ISO 8601, UTC
 MASTER = "master"
 ALIVE = ["pending", "running", "stopping", "stopped"]  # "shutting-down" and "terminated" do not come back
 
@@ -33,6 +35,8 @@ class Node:
     public_ip: str | None
     spot: bool
     since: datetime
+    ends: datetime | None
+    """When it shuts itself down (--max_hours); None for never."""
 
 
 @dataclass(frozen=True)
@@ -127,4 +131,13 @@ def _node(instance: dict[str, Any]) -> Node:
         public_ip=instance.get("PublicIpAddress"),
         spot=instance.get("InstanceLifecycle") == "spot",
         since=instance["LaunchTime"],
+        ends=_ends(tags.get(TAG_ENDS, "")),
     )
+
+
+def _ends(text: str) -> datetime | None:
+    """The end that a tag tells. One that somebody has garbled counts as none: it must not keep icom from the node."""
+    try:
+        return datetime.strptime(text, ENDS_FORMAT).replace(tzinfo=timezone.utc)
+    except ValueError:
+        return None

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 from icom.errors import UsageError
 from provisioning.cluster import (
     ALIVE,
+    ENDS_FORMAT,
     TAG_CLUSTER,
+    TAG_ENDS,
     TAG_ROLE,
     TAG_RUN,
     Cluster,
@@ -65,6 +67,8 @@ class Plan:
         """TagSpecification for a resource type; every resource gets its tags in the call that makes it."""
         tags = {"Name": f"{self.name}-{role}" if role else self.name, TAG_CLUSTER: self.config.cluster}
         tags |= {TAG_RUN: self.run} | ({TAG_ROLE: role} if role else {})
+        if self.ends and kind == "instance":
+            tags[TAG_ENDS] = f"{self.ends:{ENDS_FORMAT}}"
         return {"ResourceType": kind, "Tags": [{"Key": key, "Value": value} for key, value in tags.items()]}
 
 
@@ -119,7 +123,7 @@ def make_plan(config: ProvisionConfig, cluster: Cluster, found: Survey, key_here
             f"The key of cluster {config.cluster} is not on this computer: it was made on another one. Go on there, or "
             f"tear the cluster down: icom teardown --cluster {config.cluster}"
         )
-    now = datetime.now(timezone.utc)
+    now = datetime.now(timezone.utc).replace(microsecond=0)
     return Plan(
         config=config,
         run=f"{now:%Y%m%dT%H%M%S}-{secrets.token_hex(4)}",
@@ -134,8 +138,30 @@ def make_plan(config: ProvisionConfig, cluster: Cluster, found: Survey, key_here
         make_key=not config.key_name and (cluster.key is None or not key_here),
         make_placement=config.placement_group and cluster.placement is None,
         capacity_block=found.reservation_block,
-        ends=now + timedelta(hours=config.max_hours) if config.max_hours else None,
+        ends=_end(config, cluster, now, growing=bool(roles)),
     )
+
+
+def _end(config: ProvisionConfig, cluster: Cluster, now: datetime, growing: bool) -> datetime | None:
+    """When new nodes end: with those that are there, else after --max_hours.
+
+    Raises:
+        UsageError: new nodes would end and those that are there would not, or the end is over.
+    """
+    if not cluster.nodes:
+        return now + timedelta(hours=config.max_hours) if config.max_hours else None
+    end = min((node.ends for node in cluster.nodes if node.ends), default=None)
+    if growing and end is None and config.max_hours:
+        raise UsageError(
+            f"The nodes of {config.cluster} were made without --max_hours and have no end; it could only end the new "
+            "ones. Drop it, or tear the cluster down and make it again: icom teardown --cluster " + config.cluster
+        )
+    if growing and end and end <= now:
+        raise UsageError(
+            f"The nodes of {config.cluster} end at {end:%Y-%m-%d %H:%M} UTC (--max_hours), which is over; new ones would "
+            f"end at once. Tear it down first: icom teardown --cluster {config.cluster}"
+        )
+    return end
 
 
 def launch_request(plan: Plan, role: str, subnet: str, group: str, user_data: str) -> dict[str, Any]:
@@ -237,13 +263,24 @@ def plan_table(plan: Plan, found: Survey) -> Table:
     table.add_section()
     hour = None if prices.per_hour is None else prices.per_hour * nodes
     table.add_row("", f"{nodes} nodes running, and their disks", _dollars(hour), _dollars(_times(per_disk, nodes)))
-    ends = f"{plan.ends:%Y-%m-%d %H:%M} UTC (--max_hours)" if plan.ends else "when you say so: icom teardown"
     zones = " or ".join(dict.fromkeys(subnet.zone for subnet in plan.subnets))
     per_gb = "" if prices.per_gb_month is None else f"; a GB of disk {prices.per_gb_month:g} USD/month"
     table.caption = (
-        f"Image: {plan.image}. Zone: {zones}. Prices: {prices.source}{per_gb}. Quota: {found.quota}. Ends: {ends}."
+        f"Image: {plan.image}. Zone: {zones}. Prices: {prices.source}{per_gb}. Quota: {found.quota}. Ends: {_ends(plan)}."
     )
     return table
+
+
+def _ends(plan: Plan) -> str:
+    """When the nodes end, and what has decided it."""
+    asked = plan.config.max_hours is not None
+    if plan.ends is None:
+        return "when you say so: icom teardown" + (" (--max_hours has no effect on nodes that are there)" * asked)
+    if not plan.there:
+        why = "--max_hours"
+    else:
+        why = "as the nodes that are there" + ("; --max_hours has no effect on them" * asked)
+    return f"{plan.ends:%Y-%m-%d %H:%M} UTC ({why})"
 
 
 def _times(value: float | None, factor: int) -> float | None:

@@ -41,6 +41,8 @@ def _table(aws: Aws, cluster: Cluster) -> object:
     names += [f"key pair {cluster.key['KeyName']}"] if cluster.key else []
     names += [f"placement group {cluster.placement}"] if cluster.placement else []
     names += [f"since {min(node.since for node in cluster.nodes):%Y-%m-%d %H:%M} UTC"] if cluster.nodes else []
+    ends = sorted({node.ends for node in cluster.nodes if node.ends})
+    names += [f"ends {' and '.join(f'{end:%Y-%m-%d %H:%M}' for end in ends)} UTC (--max_hours)"] if ends else []
     table.caption = ", ".join(names)
     return table
 

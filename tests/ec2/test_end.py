@@ -6,14 +6,18 @@ import os
 import re
 import shutil
 import subprocess
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from provisioning.hostkeys import KeyPair
 from provisioning.userdata import user_data
+from tests.ec2.test_life import Nodes, tags
+from tests.ec2.test_life import user_data as user_data_of
+from tests.ec2.wire import Icom
 
 SYSTEMCTL = '#!/bin/sh\necho "$*" >> "$(dirname "$0")/calls"\n'
 
@@ -45,3 +49,43 @@ def test_timer_is_armed_early_in_the_boot(tmp_path: Path) -> None:
     assert "Tue 2031-05-06 07:08:09 UTC" in shown
     verified = subprocess.run(["systemd-analyze", "verify", timer], capture_output=True, text=True, check=False)
     assert "icom-end" not in verified.stderr, verified
+
+
+def test_nodes_that_are_added_end_with_the_others(provision: Icom, icom: Icom, ec2: Any, nodes: Nodes) -> None:
+    """Whatever --max_hours says by then; the timer and the tag of every node say the same."""
+    assert provision("--cluster", "ending", "--max_hours", "5").code == 0
+    (master,) = nodes("ending")
+    end = datetime.strptime(tags(master)["icom:ends"], "%Y-%m-%dT%H:%M:%SZ")
+    assert timedelta(hours=4.9) < end - master["LaunchTime"].replace(tzinfo=None) <= timedelta(hours=5)
+    for count, options in enumerate(([], ["--max_hours", "99"], ["--max_hours", "5"]), 2):
+        grown = provision("--cluster", "ending", "--count", str(count), *options)
+        assert grown.code == 0, grown.err
+        said = " ".join(grown.out.split())
+        assert f"Ends: {end:%Y-%m-%d %H:%M} UTC (as the nodes that are there" in said
+        assert ("--max_hours has no effect" in said) == bool(options)
+    assert len(made := nodes("ending")) == 4
+    assert {tags(node)["icom:ends"] for node in made} == {f"{end:%Y-%m-%dT%H:%M:%SZ}"}
+    for node in made:
+        assert f"OnCalendar={end:%Y-%m-%d %H:%M:%S} UTC" in str(user_data_of(ec2, node["InstanceId"])["bootcmd"])
+        behaviour = ec2.describe_instance_attribute(
+            InstanceId=node["InstanceId"], Attribute="instanceInitiatedShutdownBehavior"
+        )
+        assert behaviour["InstanceInitiatedShutdownBehavior"]["Value"] == "terminate"
+    assert "Nothing to do" in provision("--cluster", "ending", "--count", "4", "--max_hours", "5").out
+    assert f"ends {end:%Y-%m-%d %H:%M} UTC" in " ".join(icom("status", "--cluster", "ending").out.split())
+
+
+def test_nodes_without_an_end_get_none(provision: Icom, nodes: Nodes, ec2: Any) -> None:
+    assert provision("--cluster", "endless").code == 0
+    refused = provision("--cluster", "endless", "--count", "2", "--max_hours", "5")
+    assert refused.code == 2
+    assert "have no end" in refused.err
+    same = provision("--cluster", "endless", "--max_hours", "5")
+    assert same.code == 0
+    assert "--max_hours has no effect" in " ".join(same.out.split())
+    (master,) = nodes("endless")
+    assert "icom:ends" not in tags(master)
+    ec2.create_tags(Resources=[master["InstanceId"]], Tags=[{"Key": "icom:ends", "Value": "2020-01-02T03:04:05Z"}])
+    late = provision("--cluster", "endless", "--count", "2")
+    assert late.code == 2
+    assert "2020-01-02 03:04 UTC" in late.err

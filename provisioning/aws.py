@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 from icom.errors import IcomError, UsageError
@@ -52,6 +53,12 @@ class Aws:
     ssm: Any
     quotas: Any
     pricing: Any
+    sts: Any
+
+    @cached_property
+    def account(self) -> str:
+        """Id of the account that the credentials belong to; asks AWS once."""
+        return str(self.sts.get_caller_identity()["Account"])
 
 
 def connect(region: str | None, profile: str | None, check: Callable[[], None] = lambda: None) -> Aws:
@@ -100,6 +107,7 @@ def connect(region: str | None, profile: str | None, check: Callable[[], None] =
         session.client("ssm", region_name=name, config=config),
         session.client("service-quotas", region_name=name, config=config),
         session.client("pricing", region_name=PRICING_REGION, config=hasty),
+        session.client("sts", region_name=name, config=config),
     )
 
 

@@ -48,6 +48,7 @@ class Cluster:
     group: dict[str, Any] | None
     """The security group, as DescribeSecurityGroups tells it."""
     key: dict[str, Any] | None
+    """The key pair, as DescribeKeyPairs tells it, public half included."""
     placement: str | None
 
     @property
@@ -76,7 +77,7 @@ def find_cluster(aws: Aws, name: str, run: str | None = None) -> Cluster:
     mine = filters(tag_cluster=name) + (filters(tag_run=run) if run else [])
     nodes = find_nodes(aws, mine)
     groups = pages(aws.ec2, "describe_security_groups", "SecurityGroups", Filters=mine)
-    keys = aws.ec2.describe_key_pairs(Filters=mine)["KeyPairs"]
+    keys = aws.ec2.describe_key_pairs(Filters=mine, IncludePublicKey=True)["KeyPairs"]
     placements = aws.ec2.describe_placement_groups(Filters=mine)["PlacementGroups"]
     placements = [p for p in placements if p["State"] in ("pending", "available")]
     return Cluster(

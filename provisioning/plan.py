@@ -112,7 +112,7 @@ def make_plan(config: ProvisionConfig, cluster: Cluster, found: Survey, key_here
         config: the checked options.
         cluster: what exists.
         found: what the region offers.
-        key_here: whether the private half of the cluster's own key pair is on this computer.
+        key_here: whether the private half of the key pair that `cluster` tells is on this computer.
 
     Raises:
         UsageError: as missing_roles; or the nodes that exist let in a key that is not here.
@@ -237,7 +237,7 @@ def plan_table(plan: Plan, found: Survey) -> Table:
     from rich.table import Table
 
     config, prices = plan.config, found.prices
-    title = f"Cluster {config.cluster} in {found.region}"
+    title = f"Cluster {config.cluster} in {found.region}, account {found.account}"
     table = Table(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE)
     table.add_column("", no_wrap=True)
     table.add_column("what", overflow="fold")

@@ -86,7 +86,7 @@ def start(config: StartConfig) -> None:
             aws.ec2.start_instances(InstanceIds=asleep)
         wait_for(aws, "running", [node.id for node in nodes], config.wait_minutes)
         nodes = find_nodes(aws, filters(tag_cluster=config.cluster))
-    folder = folder_of(aws.region, config.cluster)
+        folder = folder_of(aws.account, aws.region, config.cluster)
     if folder.ssh_config.exists():  # public addresses change with every start
         folder.update_addresses(tuple(nodes))
     print(f"{len(nodes)} nodes of {config.cluster} run.")

@@ -45,11 +45,12 @@ def provision(config: ProvisionConfig) -> None:
 
     with explained():
         aws = connect(config.region, config.profile, check)
-        folder = folder_of(aws.region, config.cluster)
+        folder = folder_of(aws.account, aws.region, config.cluster)
         cluster = find_cluster(aws, config.cluster)
         missing = missing_roles(config, cluster)
         found = survey(aws, config, cluster, len(missing))
-        plan = make_plan(config, cluster, found, key_here=folder.key.exists())
+        key_here = folder.has_key(cluster.key["PublicKey"] if cluster.key else "")
+        plan = make_plan(config, cluster, found, key_here)
         rehearse(aws, plan)
         console.print(plan_table(plan, found))
         if config.dry_run:

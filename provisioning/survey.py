@@ -46,6 +46,7 @@ class Subnet:
 class Survey:
     """What was found."""
 
+    account: str
     region: str
     vcpus: int
     """Of one instance."""
@@ -81,6 +82,7 @@ def survey(aws: Aws, config: ProvisionConfig, cluster: Cluster, missing: int) ->
         _check_key_name(aws, config.key_name)
     vcpus = kind["VCpuInfo"]["DefaultVCpus"]
     return Survey(
+        account=aws.account,
         region=aws.region,
         vcpus=vcpus,
         gpus=_gpus(kind),

@@ -59,11 +59,12 @@ def teardown(config: TeardownConfig) -> None:
     check_cluster_name(config.cluster)
     with explained():
         aws = connect(config.region, config.profile)
+        folder = folder_of(aws.account, aws.region, config.cluster)  # of this account's cluster, not of its namesakes
         errors: list[str] = []
         left = left_over(aws, config.cluster)
         doomed = [item for item in left if config.all_images or item[0] not in IMAGES]
         if not doomed:
-            print(f"There is no cluster {config.cluster} in {aws.region}: nothing to remove.")
+            print(f"There is no cluster {config.cluster} in {aws.region}, account {aws.account}: nothing to remove.")
         else:
             for kind, id in doomed:
                 print(f"- {kind} {id}")
@@ -76,7 +77,7 @@ def teardown(config: TeardownConfig) -> None:
             except IcomError as error:  # the list from before stands then
                 errors.append(str(error))
         _report(aws, config, left, errors)
-    folder_of(aws.region, config.cluster).remove()
+    folder.remove()
 
 
 def confirm(question: str) -> None:

@@ -173,7 +173,7 @@ def test_open_key_file(refused: Callable[..., Result], tmp_path: Path) -> None:
 
 def test_own_key_that_became_readable(refused: Callable[..., Result], provision: Icom, tmp_path: Path) -> None:
     assert provision("--cluster", "leaky").code == 0
-    (key,) = (tmp_path / "clusters").glob("*/leaky/id_ed25519")
+    (key,) = (tmp_path / "clusters").glob("*/*/leaky/id_ed25519")
     key.chmod(0o644)
     assert "chmod 600" in refused("--cluster", "leaky", "--count", "2").err
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from icom.errors import UsageError
 from provisioning.aws import Aws, connect, explained, filters, wait_for
 from provisioning.cluster import Cluster, Node, find_cluster, find_nodes
-from provisioning.config import StartConfig, StatusConfig, StopConfig, check_cluster_name
+from provisioning.config import StartConfig, StatusConfig, StopConfig, check_cluster_name, check_wait_minutes
 from provisioning.hostkeys import folder_of
 
 
@@ -94,6 +94,7 @@ def start(config: StartConfig) -> None:
 
 def _nodes(config: StartConfig | StopConfig) -> tuple[Aws, list[Node]]:
     check_cluster_name(config.cluster)
+    check_wait_minutes(config.wait_minutes)
     aws = connect(config.region, config.profile)
     nodes = find_nodes(aws, filters(tag_cluster=config.cluster))
     if not nodes:

@@ -66,14 +66,16 @@ def provision(config: ProvisionConfig) -> None:
             try:
                 cluster = build(aws, plan, cluster, folder, launches, say)
                 strangers = [node for node in cluster.nodes if not folder.settle(node)]
+                login = _login(config, folder)
+                folder.write_ssh_config(cluster.nodes, login.user, login.identity)  # also for who looks at a failure
                 if config.setup:
-                    set_up(_login(config, folder), cluster.nodes, config.wait_minutes, say, check)
+                    set_up(login, cluster.nodes, config.wait_minutes, say, check)
                 check()
             except BaseException as error:
                 removing = True
                 _after_failure(aws, plan, launches, error, _say_if_heard)
                 raise
-        _finish(config, plan, cluster, strangers, folder)
+        _finish(config, plan, cluster, strangers)
 
 
 def _progress(began: float) -> Callable[[str], None]:
@@ -121,10 +123,8 @@ def _login(config: ProvisionConfig, folder: Folder) -> Login:
     return Login(folder, config.ssh_user, key_file(config) if config.key_name else folder.key)
 
 
-def _finish(config: ProvisionConfig, plan: Plan, cluster: Cluster, strangers: list[Node], folder: Folder) -> None:
-    """Write the ssh config, say what there is and the next commands to type."""
-    login = _login(config, folder)
-    folder.write_ssh_config(cluster.nodes, login.user, login.identity)
+def _finish(config: ProvisionConfig, plan: Plan, cluster: Cluster, strangers: list[Node]) -> None:
+    """Say what there is and the next commands to type."""
     name = f" --cluster {config.cluster}" + (f" --region {config.region}" if config.region else "")
     what = "Nothing to do:" if is_complete(plan) else "Done:"
     print(f"{what} {len(cluster.nodes)} nodes of {config.cluster} run.")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 from icom.errors import IcomError, UsageError
 from provisioning.aws import POLL_SECONDS, Aws, connect, error_code, explained, filters, pages, wait_for, when_visible
 from provisioning.cluster import TAG_CLUSTER, TAG_RUN, find_nodes
-from provisioning.config import TeardownConfig, check_cluster_name
+from provisioning.config import TeardownConfig, check_cluster_name, check_wait_minutes
 from provisioning.hostkeys import folder_of
 
 GONE = (
@@ -57,6 +57,7 @@ def teardown(config: TeardownConfig) -> None:
         IcomError: something is left.
     """
     check_cluster_name(config.cluster)
+    check_wait_minutes(config.wait_minutes)
     with explained():
         aws = connect(config.region, config.profile)
         folder = folder_of(aws.account, aws.region, config.cluster)  # of this account's cluster, not of its namesakes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -168,7 +169,28 @@ def test_open_key_file(refused: Callable[..., Result], tmp_path: Path) -> None:
     key.chmod(0o644)
     assert f"chmod 600 {key}" in refused("--key_name", "mine", "--key_file", str(key)).err
     key.chmod(0o600)
+    assert f"{key} is no private key" in refused("--key_name", "mine", "--key_file", str(key)).err
+
+
+@pytest.mark.parametrize("form", ["ed25519", "rsa", "rsa -m PEM"])
+def test_key_file_with_a_passphrase(form: str, refused: Callable[..., Result], tmp_path: Path) -> None:
+    """Told before anything is made; without it the key is taken."""
+    key = tmp_path / "mine.pem"
+    subprocess.run(["ssh-keygen", "-q", "-t", *form.split(), "-N", "secret", "-f", key], check=True)
+    said = refused("--key_name", "mine", "--key_file", str(key)).err
+    assert "has a passphrase" in said
+    assert "ssh-keygen -p" in said
+    subprocess.run(["ssh-keygen", "-q", "-p", "-P", "secret", "-N", "", "-f", key], check=True)
     assert "no key pair mine" in refused("--key_name", "mine", "--key_file", str(key)).err
+
+
+@pytest.mark.parametrize("command", ["provision", "start", "stop", "teardown"])
+@pytest.mark.parametrize("minutes", ["0", "-1", "nan"])
+def test_waiting_time_that_is_none(command: str, minutes: str, icom: Icom, wire: Wire) -> None:
+    result = icom(command, "--wait_minutes", minutes)
+    assert result.code == 2
+    assert "--wait_minutes has to be a positive number" in result.err
+    assert wire.calls == []
 
 
 def test_own_key_that_became_readable(refused: Callable[..., Result], provision: Icom, tmp_path: Path) -> None:

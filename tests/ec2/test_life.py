@@ -360,6 +360,7 @@ def test_calls_no_action_outside_the_policy(provision: Icom, icom: Icom, wire: W
     for name, params in wire.requests:
         if name in strict:
             marked = {s["ResourceType"] for s in params["TagSpecifications"] if tags(s)["icom:cluster"] == "policy"}
+            assert marked
             assert marked & strict[name] == (marked if name != "RunInstances" else strict[name])
 
 

@@ -260,9 +260,13 @@ def plan_table(plan: Plan, found: Survey) -> Table:
     for role in plan.roles:
         row(True, f"{role}: {kind}", prices.per_hour, per_disk)
     nodes = len(plan.there) + len(plan.roles)
+    addresses = 0 if config.private_ip else nodes
+    if addresses:
+        what = f"{addresses} public IPv4 addresses, {prices.per_address:g} USD/hour each while their nodes run"
+        row(bool(plan.roles), what, prices.per_address * addresses)
     table.add_section()
-    hour = None if prices.per_hour is None else prices.per_hour * nodes
-    table.add_row("", f"{nodes} nodes running, and their disks", _dollars(hour), _dollars(_times(per_disk, nodes)))
+    hour = None if prices.per_hour is None else prices.per_hour * nodes + prices.per_address * addresses
+    table.add_row("", f"{nodes} nodes running, with all that is theirs", _dollars(hour), _dollars(_times(per_disk, nodes)))
     zones = " or ".join(dict.fromkeys(subnet.zone for subnet in plan.subnets))
     per_gb = "" if prices.per_gb_month is None else f"; a GB of disk {prices.per_gb_month:g} USD/month"
     table.caption = (

@@ -19,6 +19,8 @@ class Prices:
     """One instance for an hour."""
     per_gb_month: float | None
     """A GB of gp3 disk for a month."""
+    per_address: float
+    """A public IPv4 address for an hour; the same in all regions, so always from the table."""
     source: str
     """Where the figures come from, with their date."""
 
@@ -27,6 +29,7 @@ def look_up(aws: Aws, instance_type: str, spot: bool) -> Prices:
     """Prices in the region of `aws`. Never fails: what cannot be asked comes from the table or is unknown."""
     from botocore.exceptions import BotoCoreError, ClientError
 
+    table = json.loads(TABLE.read_text())
     try:
         machine = _listed(
             aws,
@@ -39,7 +42,6 @@ def look_up(aws: Aws, instance_type: str, spot: bool) -> Prices:
         disk = _listed(aws, productFamily="Storage", volumeApiName="gp3")
         source = f"AWS price list, {aws.region}"
     except (BotoCoreError, ClientError, KeyError, ValueError) as error:
-        table = json.loads(TABLE.read_text())
         machine = table["usd_per_hour"].get(instance_type)
         disk = table["usd_per_gb_month_gp3"]
         source = f"table of {table['as_of']}, {table['region']}; the price list was not available ({_short(error)})"
@@ -49,7 +51,7 @@ def look_up(aws: Aws, instance_type: str, spot: bool) -> Prices:
             source += "; spot: the dearest zone now"
         except (BotoCoreError, ClientError):
             source += "; the spot price is not known, so on demand"
-    return Prices(machine, disk, source)
+    return Prices(machine, disk, table["usd_per_hour_public_ipv4"], source)
 
 
 def _listed(aws: Aws, **attributes: str) -> float | None:

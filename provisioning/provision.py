@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from icom.errors import IcomError, Stopped
 from icom.signals import StopRequest
-from provisioning.aws import Aws, connect, explained
+from provisioning.aws import Aws, add_console, connect, explained
 from provisioning.cluster import Cluster, Node, find_cluster
 from provisioning.config import ProvisionConfig, key_file
 from provisioning.ec2 import Launches, build, learn_launched, rehearse
@@ -73,6 +73,7 @@ def provision(config: ProvisionConfig) -> None:
                 check()
             except BaseException as error:
                 removing = True
+                add_console(aws, error)
                 _after_failure(aws, plan, launches, error, _say_if_heard)
                 raise
         _finish(config, plan, cluster, strangers)

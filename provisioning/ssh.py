@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from icom.errors import IcomError
-from provisioning.aws import POLL_SECONDS
+from provisioning.aws import POLL_SECONDS, NodesFailed
 from provisioning.cluster import Node
 from provisioning.hostkeys import Folder
 
@@ -22,7 +22,7 @@ STEP_SECONDS = 300
 TAIL_LINES = 12
 
 
-class LoginRefused(IcomError):
+class LoginRefused(NodesFailed):
     """The node is the right one, and does not let us in."""
 
 
@@ -83,7 +83,8 @@ def connect(login: Login, node: Node, keys: Sequence[str] | None = None) -> Any:
             connection.close()
             raise LoginRefused(
                 f"{node.role} ({node.id}, {address}) does not let {login.user} in with {login.identity}: {error}. "
-                "Does its image have another user? --ssh_user"
+                "Does its image have another user? --ssh_user",
+                [node.id],
             ) from error
     raise IcomError(
         f"{node.role} at {address} is not {node.id}, or its host key was changed: it shows {seen}, not "
@@ -98,7 +99,7 @@ def patient_connect(
     """Connect, as `connect` does, to a node that may still be booting or restarting its sshd.
 
     Raises:
-        IcomError: as connect; or it cannot be reached in time, or still refuses the login LOGIN_SECONDS after it first
+        IcomError: as connect; NodesFailed: it cannot be reached in time, or still refuses the login LOGIN_SECONDS after it first
             did.
     """
     import paramiko
@@ -116,9 +117,10 @@ def patient_connect(
                 raise
         except (OSError, EOFError, paramiko.SSHException) as error:
             if time.monotonic() >= deadline:
-                raise IcomError(
+                raise NodesFailed(
                     f"{node.role} ({node.id}) cannot be reached by ssh at {node.public_ip or node.private_ip} after "
-                    f"{wait_minutes:g} minutes: {error}. Does --ssh_from cover this computer?"
+                    f"{wait_minutes:g} minutes: {error}. Does --ssh_from cover this computer?",
+                    [node.id],
                 ) from error
         time.sleep(pause)
         pause = min(2 * pause, POLL_SECONDS)

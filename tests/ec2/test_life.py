@@ -156,9 +156,12 @@ def test_dry_run_makes_nothing(provision: Icom, left: Left) -> None:
     result = provision("--cluster", "dry", "--count", "3", "--dry_run")
     assert result.code == 0
     assert "nothing was made" in result.out
-    for shown in ("security group", "key pair", "worker-2", "0.97", "23.80", "2.90", "71.40", "0.0952"):
+    for shown in ("security group", "key pair", "worker-2", "0.97", "23.80", "2.91", "71.40", "0.0952", "3 public IPv4"):
         assert shown in result.out
     assert left("dry") == []
+    private = provision("--cluster", "dry", "--count", "3", "--dry_run", "--private_ip", "--ssh_from", "10.0.0.0/8")
+    assert "2.90" in private.out
+    assert "public IPv4" not in private.out
 
 
 def test_file_and_flags(provision: Icom, nodes: Nodes, tmp_path: Path) -> None:

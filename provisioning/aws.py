@@ -196,7 +196,7 @@ def _not_yet(aws: Aws, wanted: str, ids: Collection[str]) -> list[tuple[str, str
 
 
 def add_console(aws: Aws, error: BaseException) -> None:
-    """Add the last lines of the consoles to the message of a NodesFailed. Never fails: what cannot be read is left out."""
+    """Add the last lines of the consoles to the message of a NodesFailed. Never fails: what cannot be read, lacks."""
     if isinstance(error, NodesFailed):
         for id in error.ids[:CONSOLES]:
             if lines := _console(aws, id):

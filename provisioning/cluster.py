@@ -37,6 +37,12 @@ class Node:
     since: datetime
     ends: datetime | None
     """When it shuts itself down (--max_hours); None for never."""
+    key_name: str | None
+    placement: str | None
+    """Name of its placement group."""
+    profile: str | None
+    """Name of its instance profile."""
+    efa: bool
 
 
 @dataclass(frozen=True)
@@ -133,6 +139,10 @@ def _node(instance: dict[str, Any]) -> Node:
         spot=instance.get("InstanceLifecycle") == "spot",
         since=instance["LaunchTime"],
         ends=_ends(tags.get(TAG_ENDS, "")),
+        key_name=instance.get("KeyName"),
+        placement=instance["Placement"].get("GroupName") or None,
+        profile=instance.get("IamInstanceProfile", {}).get("Arn", "").rpartition("/")[2] or None,
+        efa=any(card.get("InterfaceType") == "efa" for card in instance.get("NetworkInterfaces", [])),
     )
 
 

@@ -288,8 +288,8 @@ def check_key_file(path: Path) -> None:
         paramiko.PKey.from_path(path)
     except (TypeError, paramiko.PasswordRequiredException):  # the former is how cryptography says it
         raise UsageError(
-            f"The private key {path} has a passphrase, and nobody is there to type it. Drop --key_name (icom makes a key "
-            f"for the cluster), or give a copy without one: cp -p {path} {path}.open; ssh-keygen -p -N '' -f {path}.open"
+            f"The private key {path} has a passphrase, and nobody is there to type it. Drop --key_name (icom makes a "
+            f"key for the cluster), or give a copy without: cp -p {path} {path}.open; ssh-keygen -p -N '' -f {path}.open"
         ) from None
     except (OSError, ValueError, paramiko.SSHException, paramiko.UnknownKeyType) as error:
         raise UsageError(f"{path} is no private key that can be read: {error}. Give another --key_file.") from None

@@ -46,6 +46,8 @@ class Plan:
     subnets: tuple[Subnet, ...]
     image: str
     root_device: str
+    disks: tuple[dict[str, Any], ...]
+    """The image's, as DescribeImages tells their mappings."""
     ssh_from: ipaddress.IPv4Network
     make_group: bool
     make_key: bool
@@ -88,12 +90,12 @@ def missing_roles(config: ProvisionConfig, cluster: Cluster) -> list[str]:
                 f"Cluster {config.cluster} has {len(cluster.nodes)} nodes, among them {node.role}; --count "
                 f"{config.count} would have to remove some. {remedy}"
             )
-        if node.type != config.instance_type:
-            raise UsageError(
-                f"Cluster {config.cluster} is made of {node.type}, not of {config.instance_type}. {remedy}"
-            )
-        if node.spot != config.spot:
-            raise UsageError(f"Cluster {config.cluster} is {'' if node.spot else 'not '}made of spot nodes. {remedy}")
+        for what, has, asked in _shape(config, node):
+            if has != asked:
+                raise UsageError(
+                    f"{node.role} of cluster {config.cluster} has {what} {has}; asked for was {asked}. The nodes of a "
+                    f"cluster are alike. {remedy}"
+                )
         if config.ami and node.image != config.ami:
             raise UsageError(f"Cluster {config.cluster} was made from {node.image}, not {config.ami}. {remedy}")
         if node.state in ("stopping", "stopped"):
@@ -103,6 +105,22 @@ def missing_roles(config: ProvisionConfig, cluster: Cluster) -> list[str]:
             )
     there = {node.role for node in cluster.nodes}
     return [role for role in wanted if role not in there]
+
+
+def _shape(config: ProvisionConfig, node: Node) -> list[tuple[str, str, str]]:
+    """(option, what a node has of it, what is asked for) of all that EC2 tells of a node: not the size of its disk."""
+    yes = {True: "yes", False: "no"}
+    shape = [
+        ("--instance_type", node.type, config.instance_type),
+        ("--spot", yes[node.spot], yes[config.spot]),
+        ("--efa", yes[node.efa], yes[config.efa]),
+        ("--placement_group", yes[node.placement is not None], yes[config.placement_group]),
+        ("--instance_profile", node.profile or "none", config.instance_profile or "none"),
+        ("the key pair (--key_name)", str(node.key_name), config.key_name or resource_name(config.cluster)),
+    ]
+    if node.state == "running":  # before it runs it has no public address yet
+        shape.append(("--private_ip", yes[node.public_ip is None], yes[config.private_ip]))
+    return shape
 
 
 def make_plan(config: ProvisionConfig, cluster: Cluster, found: Survey, key_here: bool) -> Plan:
@@ -133,6 +151,7 @@ def make_plan(config: ProvisionConfig, cluster: Cluster, found: Survey, key_here
         subnets=found.subnets,
         image=found.image,
         root_device=found.root_device,
+        disks=found.disks,
         ssh_from=found.ssh_from,
         make_group=cluster.group is None,
         make_key=not config.key_name and (cluster.key is None or not key_here),
@@ -158,10 +177,20 @@ def _end(config: ProvisionConfig, cluster: Cluster, now: datetime, growing: bool
         )
     if growing and end and end <= now:
         raise UsageError(
-            f"The nodes of {config.cluster} end at {end:%Y-%m-%d %H:%M} UTC (--max_hours), which is over; new ones would "
-            f"end at once. Tear it down first: icom teardown --cluster {config.cluster}"
+            f"The nodes of {config.cluster} end at {end:%Y-%m-%d %H:%M} UTC (--max_hours), which is over; new ones "
+            f"would end at once. Tear it down first: icom teardown --cluster {config.cluster}"
         )
     return end
+
+
+def disk_sizes(plan: Plan) -> dict[str, int]:
+    """Device name -> GB of every EBS disk of a node: the root as asked for, others as large as the image has them.
+
+    All are named in the request, since what it does not name is made as the image says: not encrypted, or to stay when
+    its instance ends. Instance stores are no EBS disks, and come as they are.
+    """
+    others = {disk["DeviceName"]: disk["Ebs"]["VolumeSize"] for disk in plan.disks if "Ebs" in disk}
+    return others | {plan.root_device: plan.config.volume_gb}
 
 
 def launch_request(plan: Plan, role: str, subnet: str, group: str, user_data: str) -> dict[str, Any]:
@@ -191,14 +220,10 @@ def launch_request(plan: Plan, role: str, subnet: str, group: str, user_data: st
         "NetworkInterfaces": [interface],
         "BlockDeviceMappings": [
             {
-                "DeviceName": plan.root_device,
-                "Ebs": {
-                    "VolumeSize": config.volume_gb,
-                    "VolumeType": "gp3",
-                    "Encrypted": True,
-                    "DeleteOnTermination": True,
-                },
+                "DeviceName": name,
+                "Ebs": {"VolumeSize": size, "VolumeType": "gp3", "Encrypted": True, "DeleteOnTermination": True},
             }
+            for name, size in disk_sizes(plan).items()
         ],
         "MetadataOptions": {"HttpTokens": "required", "HttpPutResponseHopLimit": 1, "HttpEndpoint": "enabled"},
         "InstanceInitiatedShutdownBehavior": "terminate" if plan.ends else "stop",
@@ -253,7 +278,7 @@ def plan_table(plan: Plan, found: Survey) -> Table:
         row(plan.make_key, f"key pair {plan.name}")
     if config.placement_group:
         row(plan.make_placement, f"placement group {plan.name}")
-    per_disk = None if prices.per_gb_month is None else prices.per_gb_month * config.volume_gb
+    per_disk = None if prices.per_gb_month is None else prices.per_gb_month * sum(disk_sizes(plan).values())
     for node in plan.there:
         row(False, f"{node.role}: {node.id}, {node.zone}, {node.state}", prices.per_hour, per_disk)
     kind = f"{config.instance_type}{' spot' if config.spot else ''}, {config.volume_gb} GB encrypted gp3"
@@ -266,11 +291,14 @@ def plan_table(plan: Plan, found: Survey) -> Table:
         row(bool(plan.roles), what, prices.per_address * addresses)
     table.add_section()
     hour = None if prices.per_hour is None else prices.per_hour * nodes + prices.per_address * addresses
-    table.add_row("", f"{nodes} nodes running, with all that is theirs", _dollars(hour), _dollars(_times(per_disk, nodes)))
+    table.add_row(
+        "", f"{nodes} nodes running, with all that is theirs", _dollars(hour), _dollars(_times(per_disk, nodes))
+    )
     zones = " or ".join(dict.fromkeys(subnet.zone for subnet in plan.subnets))
     per_gb = "" if prices.per_gb_month is None else f"; a GB of disk {prices.per_gb_month:g} USD/month"
     table.caption = (
-        f"Image: {plan.image}. Zone: {zones}. Prices: {prices.source}{per_gb}. Quota: {found.quota}. Ends: {_ends(plan)}."
+        f"Image: {plan.image}. Zone: {zones}. Prices: {prices.source}{per_gb}. Quota: {found.quota}. "
+        f"Ends: {_ends(plan)}."
     )
     return table
 

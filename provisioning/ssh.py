@@ -99,8 +99,7 @@ def patient_connect(
     """Connect, as `connect` does, to a node that may still be booting or restarting its sshd.
 
     Raises:
-        IcomError: as connect; NodesFailed: it cannot be reached in time, or still refuses the login LOGIN_SECONDS after it first
-            did.
+        IcomError: as connect; NodesFailed: it cannot be reached in time, or refuses the login for LOGIN_SECONDS.
     """
     import paramiko
 

@@ -53,6 +53,8 @@ class Survey:
     gpus: int
     image: str
     root_device: str
+    disks: tuple[dict[str, Any], ...]
+    """The image's, as DescribeImages tells their mappings."""
     subnets: tuple[Subnet, ...]
     """In the order to try; all of one VPC, with addresses free."""
     ssh_from: ipaddress.IPv4Network
@@ -88,6 +90,7 @@ def survey(aws: Aws, config: ProvisionConfig, cluster: Cluster, missing: int) ->
         gpus=_gpus(kind),
         image=image["ImageId"],
         root_device=image["RootDeviceName"],
+        disks=tuple(image.get("BlockDeviceMappings", [])),
         subnets=tuple(subnets),
         ssh_from=ssh_source(config.ssh_from or _own_address(aws, config, subnets[0]), config.ssh_from_anywhere),
         reservation_block=block,
@@ -155,8 +158,9 @@ def _image(aws: Aws, config: ProvisionConfig, cluster: Cluster, kind: dict[str, 
             f"Image {id} is for {image['Architecture']}, {config.instance_type} is {' or '.join(architectures)}. "
             "Give another --ami or --instance_type."
         )
-    disks = [disk.get("Ebs", {}).get("VolumeSize", 0) for disk in image.get("BlockDeviceMappings", [])]
-    if (needed := max(disks, default=0)) > config.volume_gb:
+    disks = image.get("BlockDeviceMappings", [])
+    root = [disk["Ebs"]["VolumeSize"] for disk in disks if disk["DeviceName"] == image["RootDeviceName"]]
+    if (needed := max(root, default=0)) > config.volume_gb:
         raise UsageError(f"Image {id} needs {needed} GB of disk: raise --volume_gb from {config.volume_gb}.")
     return image
 

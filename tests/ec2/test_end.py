@@ -24,7 +24,9 @@ SYSTEMCTL = '#!/bin/sh\necho "$*" >> "$(dirname "$0")/calls"\n'
 
 def test_timer_is_armed_early_in_the_boot(tmp_path: Path) -> None:
     """The script of bootcmd, run twice with its files in another place, and a systemctl that writes down its calls."""
-    data = yaml.safe_load(user_data(KeyPair("x", "ssh-ed25519 x"), None, datetime(2031, 5, 6, 7, 8, 9, 5, timezone.utc)))
+    data = yaml.safe_load(
+        user_data(KeyPair("x", "ssh-ed25519 x"), None, datetime(2031, 5, 6, 7, 8, 9, 5, timezone.utc))
+    )
     assert not {"runcmd", "write_files"} & set(data), "these come late in the boot"
     ((shell, flag, script),) = data["bootcmd"]
     (units := tmp_path / "etc/systemd/system").mkdir(parents=True)
@@ -63,7 +65,8 @@ def test_nodes_that_are_added_end_with_the_others(provision: Icom, icom: Icom, e
         said = " ".join(grown.out.split())
         assert f"Ends: {end:%Y-%m-%d %H:%M} UTC (as the nodes that are there" in said
         assert ("--max_hours has no effect" in said) == bool(options)
-    assert len(made := nodes("ending")) == 4
+    made = nodes("ending")
+    assert len(made) == 4
     assert {tags(node)["icom:ends"] for node in made} == {f"{end:%Y-%m-%dT%H:%M:%SZ}"}
     for node in made:
         assert f"OnCalendar={end:%Y-%m-%d %H:%M:%S} UTC" in str(user_data_of(ec2, node["InstanceId"])["bootcmd"])

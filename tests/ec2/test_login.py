@@ -16,13 +16,14 @@ from tests.conftest import ROOT
 
 LOG_IN = """
 import sys
-from datetime import datetime
+from dataclasses import fields
 from pathlib import Path
 from provisioning import ssh
 from provisioning.cluster import Node
 from provisioning.hostkeys import Folder
 address, host_key, limit = sys.argv[1:]
-node = Node(*["i-1", "master", "r", "running", *["x"] * 5, address, None, False, datetime.now(), None])
+there = {"id": "i-1", "role": "master", "private_ip": address}
+node = Node(**{field.name: there.get(field.name) for field in fields(Node)})
 ssh.LOGIN_SECONDS = float(limit)
 login = ssh.Login(Folder(Path("/nowhere")), "root", Path.home() / ".ssh/id_ed25519")
 tries, connect = 0, ssh.connect

@@ -14,7 +14,6 @@ from tests.ec2.test_life import Nodes, output_of
 from tests.ec2.wire import Icom, Wire
 
 
-
 @pytest.fixture
 def nodes_die(ec2: Any, nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """The instances of a cluster stop as soon as they are listed."""

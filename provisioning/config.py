@@ -289,7 +289,8 @@ def check_key_file(path: Path) -> None:
     except (TypeError, paramiko.PasswordRequiredException):  # the former is how cryptography says it
         raise UsageError(
             f"The private key {path} has a passphrase, and nobody is there to type it. Drop --key_name (icom makes a "
-            f"key for the cluster), or give a copy without: cp -p {path} {path}.open; ssh-keygen -p -N '' -f {path}.open"
+            f"key for the cluster), or give a copy without: cp -p {path} {path}.open && "
+            f"ssh-keygen -p -N '' -f {path}.open"
         ) from None
     except (OSError, ValueError, paramiko.SSHException, paramiko.UnknownKeyType) as error:
         raise UsageError(f"{path} is no private key that can be read: {error}. Give another --key_file.") from None

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 from icom.errors import IcomError, UsageError
@@ -25,6 +27,8 @@ NOT_YET = (
 VISIBLE_TRIES = 8
 VISIBLE_SECONDS = 2.0
 POLL_SECONDS = 5
+CONSOLES, CONSOLE_LINES = 2, 10
+"""Of how many instances that failed the console is shown, and how much of it."""
 LOST: dict[str, tuple[str, ...]] = {
     "running": ("stopping", "shutting-down", "terminated"),
     "stopped": ("shutting-down", "terminated"),
@@ -43,6 +47,14 @@ QUOTA = ("VcpuLimitExceeded", "InstanceLimitExceeded", "MaxSpotInstanceCountExce
 T = TypeVar("T")
 
 
+class NodesFailed(IcomError):
+    """Instances that did not come to where they had to be; `ids` are theirs."""
+
+    def __init__(self, message: str, ids: Collection[str]) -> None:
+        super().__init__(message)
+        self.ids = list(ids)
+
+
 @dataclass(frozen=True)
 class Aws:
     """Clients of one region; all of them retry throttling and transient errors, a limited number of times."""
@@ -52,6 +64,12 @@ class Aws:
     ssm: Any
     quotas: Any
     pricing: Any
+    sts: Any
+
+    @cached_property
+    def account(self) -> str:
+        """Id of the account that the credentials belong to; asks AWS once."""
+        return str(self.sts.get_caller_identity()["Account"])
 
 
 def connect(region: str | None, profile: str | None, check: Callable[[], None] = lambda: None) -> Aws:
@@ -100,6 +118,7 @@ def connect(region: str | None, profile: str | None, check: Callable[[], None] =
         session.client("ssm", region_name=name, config=config),
         session.client("service-quotas", region_name=name, config=config),
         session.client("pricing", region_name=PRICING_REGION, config=hasty),
+        session.client("sts", region_name=name, config=config),
     )
 
 
@@ -147,15 +166,16 @@ def wait_for(aws: Aws, wanted: str, ids: Collection[str], minutes: float) -> Non
         minutes: how long at most.
 
     Raises:
-        IcomError: the time is over, or one of them cannot get there any more; says which, and EC2's reason.
+        NodesFailed: the time is over, or one of them cannot get there any more; says which, and EC2's reason.
     """
     deadline = time.monotonic() + minutes * 60
     while late := _not_yet(aws, wanted, ids):
         told = "; ".join(f"{id} is {state}" + (f" ({reason})" if reason else "") for id, state, reason in late)
+        failed = [id for id, _, _ in late]
         if any(state in LOST[wanted] for _, state, _ in late):
-            raise IcomError(f"Not {wanted}: {told}")
+            raise NodesFailed(f"Not {wanted}: {told}", failed)
         if time.monotonic() >= deadline:
-            raise IcomError(f"Not {wanted} in {minutes:g} minutes (--wait_minutes): {told}")
+            raise NodesFailed(f"Not {wanted} in {minutes:g} minutes (--wait_minutes): {told}", failed)
         time.sleep(POLL_SECONDS)
 
 
@@ -173,6 +193,31 @@ def _not_yet(aws: Aws, wanted: str, ids: Collection[str]) -> list[tuple[str, str
         for id, state in states.items()
         if state not in there
     ]
+
+
+def add_console(aws: Aws, error: BaseException) -> None:
+    """Add the last lines of the consoles to the message of a NodesFailed. Never fails: what cannot be read, lacks."""
+    if isinstance(error, NodesFailed):
+        for id in error.ids[:CONSOLES]:
+            if lines := _console(aws, id):
+                error.args = ("\n  ".join([f"{error}\nThe end of the console of {id}:", *lines]),)
+
+
+def _console(aws: Aws, id: str) -> list[str]:
+    from botocore.exceptions import BotoCoreError, ClientError
+    from botocore.parsers import ResponseParserError
+
+    for latest in ({"Latest": True}, {}):  # only some types can tell what is there right now
+        try:
+            text = str(aws.ec2.get_console_output(InstanceId=id, **latest).get("Output", ""))
+        except (BotoCoreError, ClientError, ResponseParserError, ValueError):
+            continue
+        # The node has written it: nothing that a terminal would obey.
+        plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+        lines = ["".join(c for c in line if c.isprintable()).strip() for line in plain.splitlines()]
+        if kept := [line for line in lines if line]:
+            return kept[-CONSOLE_LINES:]
+    return []
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timezone
 from typing import Any
 
 from icom.errors import IcomError
@@ -16,6 +16,8 @@ TAG_CONTENT = "icom:content"
 """Of an image: the digest of the project that is installed in it."""
 TAG_BASE = "icom:base"
 """Of an image and of a node: the image that it was made from, as the options named it."""
+TAG_ENDS = "icom:ends"
+ENDS_FORMAT = "%Y-%m-%dT%H:%M:%SZ"  # ISO 8601, UTC
 MASTER = "master"
 BUILDER = "builder"
 """Role of the instance that becomes an image; it is no node of the cluster."""
@@ -41,6 +43,14 @@ class Node:
     public_ip: str | None
     spot: bool
     since: datetime
+    ends: datetime | None
+    """When it shuts itself down (--max_hours); None for never."""
+    key_name: str | None
+    placement: str | None
+    """Name of its placement group."""
+    profile: str | None
+    """Name of its instance profile."""
+    efa: bool
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,7 @@ class Cluster:
     group: dict[str, Any] | None
     """The security group, as DescribeSecurityGroups tells it."""
     key: dict[str, Any] | None
+    """The key pair, as DescribeKeyPairs tells it, public half included."""
     placement: str | None
 
     @property
@@ -82,7 +93,7 @@ def find_cluster(aws: Aws, name: str, run: str | None = None) -> Cluster:
     mine = filters(tag_cluster=name) + (filters(tag_run=run) if run else [])
     nodes = find_nodes(aws, mine)
     groups = pages(aws.ec2, "describe_security_groups", "SecurityGroups", Filters=mine)
-    keys = aws.ec2.describe_key_pairs(Filters=mine)["KeyPairs"]
+    keys = aws.ec2.describe_key_pairs(Filters=mine, IncludePublicKey=True)["KeyPairs"]
     placements = aws.ec2.describe_placement_groups(Filters=mine)["PlacementGroups"]
     placements = [p for p in placements if p["State"] in ("pending", "available")]
     return Cluster(
@@ -139,4 +150,17 @@ def _node(instance: dict[str, Any]) -> Node:
         public_ip=instance.get("PublicIpAddress"),
         spot=instance.get("InstanceLifecycle") == "spot",
         since=instance["LaunchTime"],
+        ends=_ends(tags.get(TAG_ENDS, "")),
+        key_name=instance.get("KeyName"),
+        placement=instance["Placement"].get("GroupName") or None,
+        profile=instance.get("IamInstanceProfile", {}).get("Arn", "").rpartition("/")[2] or None,
+        efa=any(card.get("InterfaceType") == "efa" for card in instance.get("NetworkInterfaces", [])),
     )
+
+
+def _ends(text: str) -> datetime | None:
+    """The end that a tag tells. One that somebody has garbled counts as none: it must not keep icom from the node."""
+    try:
+        return datetime.strptime(text, ENDS_FORMAT).replace(tzinfo=timezone.utc)
+    except ValueError:
+        return None

@@ -185,8 +185,7 @@ def check_instance_config(config: InstanceConfig) -> None:
         UsageError: names the option and how to fix it.
     """
     check_cluster_name(config.cluster)
-    if not 0 < config.wait_minutes < 10_000:
-        raise UsageError(f"--wait_minutes has to be a positive number, not {config.wait_minutes}.")
+    check_wait_minutes(config.wait_minutes)
     if config.ssh_from is not None:
         ssh_source(config.ssh_from, config.ssh_from_anywhere)
     elif config.ssh_from_anywhere:
@@ -250,10 +249,24 @@ def check_provision_config(config: ProvisionConfig) -> None:
         raise UsageError(f"--count has to be at least 1 (a master alone), not {config.count}.")
     if config.volume_gb < 8:
         raise UsageError(f"--volume_gb has to be at least 8, not {config.volume_gb}: the system has to fit.")
-    if config.max_hours is not None and not 0 < config.max_hours < 10_000:
-        raise UsageError(f"--max_hours has to be a positive number, not {config.max_hours}.")
+    if config.max_hours is not None:
+        _check_time("max_hours", config.max_hours)
     if config.spot and config.capacity_reservation:
         raise UsageError("--spot instances cannot start in a --capacity_reservation: drop one of them.")
+
+
+def check_wait_minutes(value: float) -> None:
+    """One rule for all commands that wait.
+
+    Raises:
+        UsageError: it is no time.
+    """
+    _check_time("wait_minutes", value)
+
+
+def _check_time(name: str, value: float) -> None:
+    if not 0 < value < 10_000:  # nor is NaN
+        raise UsageError(f"--{name} has to be a positive number below 10000, not {value}.")
 
 
 def ssh_source(text: str, anywhere: bool) -> ipaddress.IPv4Network:
@@ -281,7 +294,7 @@ def key_file(config: InstanceConfig) -> Path:
 
 
 def check_key_file(path: Path) -> None:
-    """Refuse a private key that is missing or that others can read; ssh would refuse it later.
+    """Refuse a private key that is missing, that others can read or that needs a passphrase: it would fail later.
 
     Raises:
         UsageError: with the command that fixes it.
@@ -292,3 +305,17 @@ def check_key_file(path: Path) -> None:
         raise UsageError(f"Cannot read the private key {path}: {error.strerror}. Give --key_file.") from None
     if mode & 0o077:
         raise UsageError(f"Others can read the private key {path}. Close it: chmod 600 {path}")
+    try:
+        import paramiko
+    except ModuleNotFoundError:  # with boto3, which tells
+        return
+    try:
+        paramiko.PKey.from_path(path)
+    except (TypeError, paramiko.PasswordRequiredException):  # the former is how cryptography says it
+        raise UsageError(
+            f"The private key {path} has a passphrase, and nobody is there to type it. Drop --key_name (icom makes a "
+            f"key for the cluster), or give a copy without: cp -p {path} {path}.open && "
+            f"ssh-keygen -p -N '' -f {path}.open"
+        ) from None
+    except (OSError, ValueError, paramiko.SSHException, paramiko.UnknownKeyType) as error:
+        raise UsageError(f"{path} is no private key that can be read: {error}. Give another --key_file.") from None

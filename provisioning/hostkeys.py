@@ -73,6 +73,11 @@ class Folder:
             write_atomically(self.key.with_suffix(".pub"), f"{made.public} icom\n".encode(), "$ICOM_CLUSTERS_DIR")
         return self.key.with_suffix(".pub").read_text().strip()
 
+    def has_key(self, public_key: str) -> bool:
+        """Whether the cluster's ssh key here is this one, whatever comment either has."""
+        public = self.key.with_suffix(".pub")
+        return self.key.exists() and public.exists() and public.read_text().split()[:2] == public_key.split()[:2] != []
+
     def remember(self, names: list[str], public_key: str) -> None:
         """Record a host key under names (instance ids, or run and role while there is no id yet)."""
         self._make()
@@ -147,11 +152,11 @@ class Folder:
             raise UsageError(f"Others can read the private key {self.key}. Close it: chmod 600 {self.key}")
 
 
-def folder_of(region: str, cluster: str) -> Folder:
-    """Under $ICOM_CLUSTERS_DIR, else $XDG_DATA_HOME/icom/clusters, else ~/.local/share/icom/clusters."""
+def folder_of(account: str, region: str, cluster: str) -> Folder:
+    """ACCOUNT/REGION/NAME in $ICOM_CLUSTERS_DIR, $XDG_DATA_HOME/icom/clusters or ~/.local/share/icom/clusters."""
     own = os.environ.get("ICOM_CLUSTERS_DIR")
     data = Path(os.environ.get("XDG_DATA_HOME") or "~/.local/share").expanduser() / "icom" / "clusters"
-    return Folder((Path(own).expanduser() if own else data) / region / cluster)
+    return Folder((Path(own).expanduser() if own else data) / account / region / cluster)
 
 
 def unborn_name(run: str, role: str) -> str:

@@ -34,9 +34,10 @@ class Image:
     """Its block device mappings, as DescribeImages tells them."""
 
     @property
-    def size_gb(self) -> int:
-        """Of its largest disk; an instance's has to be as large."""
-        return max((disk.get("Ebs", {}).get("VolumeSize", 0) for disk in self.disks), default=0)
+    def root_gb(self) -> int:
+        """Size of its root disk; an instance's has to be as large."""
+        root = [disk for disk in self.disks if disk["DeviceName"] == self.root_device and "Ebs" in disk]
+        return int(root[0]["Ebs"]["VolumeSize"]) if root else 0
 
 
 def find_image(aws: Aws, id: str, base: str) -> Image | None:

@@ -18,7 +18,10 @@ from provisioning.progress import Progress
 from provisioning.ssh import Login, patient_connect, step, write_file
 
 # cloud-init goes on after sshd has started; status 2 is "done, with warnings".
-WAIT_FOR_BOOT = "if command -v cloud-init >/dev/null; then cloud-init status --wait >/dev/null; [ $? -ne 1 ]; fi"
+WAIT_FOR_BOOT = (
+    "if command -v cloud-init >/dev/null; then cloud-init status --wait >/dev/null; "
+    "[ $? -ne 1 ] || { cloud-init status --long >&2; exit 1; }; fi"
+)
 AS_ROOT = '$([ "$(id -u)" = 0 ] || echo sudo -n)'
 NEW_KEY = "/etc/ssh/icom_new_key"
 MAKE_HOST_KEY = (

@@ -12,9 +12,11 @@ from icom.errors import UsageError
 from provisioning.cluster import (
     ALIVE,
     BUILDER,
+    ENDS_FORMAT,
     TAG_BASE,
     TAG_CLUSTER,
     TAG_CONTENT,
+    TAG_ENDS,
     TAG_ROLE,
     TAG_RUN,
     Cluster,
@@ -78,6 +80,8 @@ class Plan:
         tags = {"Name": f"{self.name}-{role}" if role else self.name, TAG_CLUSTER: self.config.cluster}
         tags |= {TAG_RUN: self.run} | ({TAG_ROLE: role} if role else {})
         tags |= {TAG_BASE: self.image.base} if role else {}
+        if self.ends and kind == "instance":
+            tags[TAG_ENDS] = f"{self.ends:{ENDS_FORMAT}}"
         return {"ResourceType": kind, "Tags": [{"Key": key, "Value": value} for key, value in tags.items()]}
 
 
@@ -97,12 +101,12 @@ def missing_roles(config: ProvisionConfig, cluster: Cluster) -> list[str]:
                 f"Cluster {config.cluster} has {len(cluster.nodes)} nodes, among them {node.role}; --count "
                 f"{config.count} would have to remove some. {remedy}"
             )
-        if node.type != config.instance_type:
-            raise UsageError(
-                f"Cluster {config.cluster} is made of {node.type}, not of {config.instance_type}. {remedy}"
-            )
-        if node.spot != config.spot:
-            raise UsageError(f"Cluster {config.cluster} is {'' if node.spot else 'not '}made of spot nodes. {remedy}")
+        for what, has, asked in _shape(config, node):
+            if has != asked:
+                raise UsageError(
+                    f"{node.role} of cluster {config.cluster} has {what} {has}; asked for was {asked}. The nodes of a "
+                    f"cluster are alike. {remedy}"
+                )
         if config.ami and config.ami not in (node.image, node.base):
             raise UsageError(
                 f"Cluster {config.cluster} was made from {node.base or node.image}, not {config.ami}. {remedy}"
@@ -116,6 +120,22 @@ def missing_roles(config: ProvisionConfig, cluster: Cluster) -> list[str]:
     return [role for role in wanted if role not in there]
 
 
+def _shape(config: ProvisionConfig, node: Node) -> list[tuple[str, str, str]]:
+    """(option, what a node has of it, what is asked for) of all that EC2 tells of a node: not the size of its disk."""
+    yes = {True: "yes", False: "no"}
+    shape = [
+        ("--instance_type", node.type, config.instance_type),
+        ("--spot", yes[node.spot], yes[config.spot]),
+        ("--efa", yes[node.efa], yes[config.efa]),
+        ("--placement_group", yes[node.placement is not None], yes[config.placement_group]),
+        ("--instance_profile", node.profile or "none", config.instance_profile or "none"),
+        ("the key pair (--key_name)", str(node.key_name), config.key_name or resource_name(config.cluster)),
+    ]
+    if node.state == "running":  # before it runs it has no public address yet
+        shape.append(("--private_ip", yes[node.public_ip is None], yes[config.private_ip]))
+    return shape
+
+
 def make_plan(
     config: ProvisionConfig, cluster: Cluster, found: Survey, key_here: bool, only_image: bool = False
 ) -> Plan:
@@ -125,7 +145,7 @@ def make_plan(
         config: the checked options.
         cluster: what exists.
         found: what the region offers.
-        key_here: whether the private half of the cluster's own key pair is on this computer.
+        key_here: whether the private half of the key pair that `cluster` tells is on this computer.
         only_image: make no nodes, but the image that they would start from.
 
     Raises:
@@ -137,7 +157,7 @@ def make_plan(
             f"The key of cluster {config.cluster} is not on this computer: it was made on another one. Go on there, or "
             f"tear the cluster down: icom teardown --cluster {config.cluster}"
         )
-    now = datetime.now(timezone.utc)
+    now = datetime.now(timezone.utc).replace(microsecond=0)
     return Plan(
         config=config,
         run=f"{now:%Y%m%dT%H%M%S}-{secrets.token_hex(4)}",
@@ -154,8 +174,40 @@ def make_plan(
         make_key=not config.key_name and (cluster.key is None or not key_here),
         make_placement=config.placement_group and cluster.placement is None,
         capacity_block=found.reservation_block,
-        ends=now + timedelta(hours=config.max_hours) if config.max_hours else None,
+        ends=_end(config, cluster, now, growing=bool(roles)),
     )
+
+
+def _end(config: ProvisionConfig, cluster: Cluster, now: datetime, growing: bool) -> datetime | None:
+    """When new nodes end: with those that are there, else after --max_hours.
+
+    Raises:
+        UsageError: new nodes would end and those that are there would not, or the end is over.
+    """
+    if not cluster.nodes:
+        return now + timedelta(hours=config.max_hours) if config.max_hours else None
+    end = min((node.ends for node in cluster.nodes if node.ends), default=None)
+    if growing and end is None and config.max_hours:
+        raise UsageError(
+            f"The nodes of {config.cluster} were made without --max_hours and have no end; it could only end the new "
+            "ones. Drop it, or tear the cluster down and make it again: icom teardown --cluster " + config.cluster
+        )
+    if growing and end and end <= now:
+        raise UsageError(
+            f"The nodes of {config.cluster} end at {end:%Y-%m-%d %H:%M} UTC (--max_hours), which is over; new ones "
+            f"would end at once. Tear it down first: icom teardown --cluster {config.cluster}"
+        )
+    return end
+
+
+def disk_sizes(plan: Plan) -> dict[str, int]:
+    """Device name -> GB of every EBS disk of a node: the root as asked for, others as large as the image has them.
+
+    All are named in the request, since what it does not name is made as the image says: not encrypted, or to stay when
+    its instance ends. Instance stores are no EBS disks, and come as they are.
+    """
+    others = {disk["DeviceName"]: disk["Ebs"]["VolumeSize"] for disk in plan.image.disks if "Ebs" in disk}
+    return others | {plan.image.root_device: plan.config.volume_gb}
 
 
 def builder_plan(plan: Plan) -> Plan:
@@ -168,7 +220,7 @@ def builder_plan(plan: Plan) -> Plan:
     config = replace(
         plan.config,
         instance_type=("m7g.2xlarge" if arm else "m7i.2xlarge") if plan.gpus else plan.config.instance_type,
-        volume_gb=min(plan.config.volume_gb, max(BUILDER_GB, plan.image.size_gb + BUILDER_GB_MORE)),
+        volume_gb=min(plan.config.volume_gb, max(BUILDER_GB, plan.image.root_gb + BUILDER_GB_MORE)),
         spot=False,
         placement_group=False,
         capacity_reservation=None,
@@ -220,14 +272,10 @@ def launch_request(plan: Plan, role: str, subnet: str, group: str, user_data: st
         "NetworkInterfaces": [interface],
         "BlockDeviceMappings": [
             {
-                "DeviceName": plan.image.root_device,
-                "Ebs": {
-                    "VolumeSize": config.volume_gb,
-                    "VolumeType": "gp3",
-                    "Encrypted": True,
-                    "DeleteOnTermination": True,
-                },
+                "DeviceName": name,
+                "Ebs": {"VolumeSize": size, "VolumeType": "gp3", "Encrypted": True, "DeleteOnTermination": True},
             }
+            for name, size in disk_sizes(plan).items()
         ],
         "MetadataOptions": {"HttpTokens": "required", "HttpPutResponseHopLimit": 1, "HttpEndpoint": "enabled"},
         "InstanceInitiatedShutdownBehavior": "terminate" if plan.ends else "stop",
@@ -266,7 +314,7 @@ def plan_table(plan: Plan, found: Survey) -> Table:
     from rich.table import Table
 
     config, prices = plan.config, found.prices
-    title = f"Cluster {config.cluster} in {found.region}"
+    title = f"Cluster {config.cluster} in {found.region}, account {found.account}"
     table = Table(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE)
     table.add_column("", no_wrap=True)
     table.add_column("what", overflow="fold")
@@ -286,28 +334,43 @@ def plan_table(plan: Plan, found: Survey) -> Table:
         builder = builder_plan(plan).config
         what = f"builder: {builder.instance_type}, {builder.volume_gb} GB, some 15 minutes, until the image is made"
         row(True, what, None if plan.gpus else prices.per_hour)
-        row(
-            True,
-            "image with icom in it, tested, for all clusters; per GB of its snapshot",
-            month=prices.snapshot_gb_month,
-        )
-    per_disk = None if prices.per_gb_month is None else prices.per_gb_month * config.volume_gb
+        what = "image with icom in it, tested, for all clusters; per GB of its snapshot"
+        row(True, what, month=prices.snapshot_gb_month)
+    per_disk = None if prices.per_gb_month is None else prices.per_gb_month * sum(disk_sizes(plan).values())
     for node in plan.there:
         row(False, f"{node.role}: {node.id}, {node.zone}, {node.state}", prices.per_hour, per_disk)
     kind = f"{config.instance_type}{' spot' if config.spot else ''}, {config.volume_gb} GB encrypted gp3"
     for role in plan.roles:
         row(True, f"{role}: {kind}", prices.per_hour, per_disk)
     nodes = len(plan.there) + len(plan.roles)
+    addresses = 0 if config.private_ip else nodes
+    if addresses:
+        what = f"{addresses} public IPv4 addresses, {prices.per_address:g} USD/hour each while their nodes run"
+        row(bool(plan.roles), what, prices.per_address * addresses)
     table.add_section()
-    hour = None if prices.per_hour is None else prices.per_hour * nodes
-    table.add_row("", f"{nodes} nodes running, and their disks", _dollars(hour), _dollars(_times(per_disk, nodes)))
-    ends = f"{plan.ends:%Y-%m-%d %H:%M} UTC (--max_hours)" if plan.ends else "when you say so: icom teardown"
+    hour = None if prices.per_hour is None else prices.per_hour * nodes + prices.per_address * addresses
+    table.add_row(
+        "", f"{nodes} nodes running, with all that is theirs", _dollars(hour), _dollars(_times(per_disk, nodes))
+    )
     zones = " or ".join(dict.fromkeys(subnet.zone for subnet in plan.subnets))
     per_gb = "" if prices.per_gb_month is None else f"; a GB of disk {prices.per_gb_month:g} USD/month"
     table.caption = (
-        f"Image: {plan.image}. Zone: {zones}. Prices: {prices.source}{per_gb}. Quota: {found.quota}. Ends: {ends}."
+        f"Image: {plan.image}. Zone: {zones}. Prices: {prices.source}{per_gb}. Quota: {found.quota}. "
+        f"Ends: {_ends(plan)}."
     )
     return table
+
+
+def _ends(plan: Plan) -> str:
+    """When the nodes end, and what has decided it."""
+    asked = plan.config.max_hours is not None
+    if plan.ends is None:
+        return "when you say so: icom teardown" + (" (--max_hours has no effect on nodes that are there)" * asked)
+    if not plan.there:
+        why = "--max_hours"
+    else:
+        why = "as the nodes that are there" + ("; --max_hours has no effect on them" * asked)
+    return f"{plan.ends:%Y-%m-%d %H:%M} UTC ({why})"
 
 
 def _times(value: float | None, factor: int) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from icom.errors import UsageError
 from provisioning.aws import Aws, connect, explained, filters, wait_for
 from provisioning.cluster import Cluster, Node, find_cluster, find_nodes
-from provisioning.config import StartConfig, StatusConfig, StopConfig, check_cluster_name
+from provisioning.config import StartConfig, StatusConfig, StopConfig, check_cluster_name, check_wait_minutes
 from provisioning.hostkeys import folder_of
 
 
@@ -41,6 +41,8 @@ def _table(aws: Aws, cluster: Cluster) -> object:
     names += [f"key pair {cluster.key['KeyName']}"] if cluster.key else []
     names += [f"placement group {cluster.placement}"] if cluster.placement else []
     names += [f"since {min(node.since for node in cluster.nodes):%Y-%m-%d %H:%M} UTC"] if cluster.nodes else []
+    ends = sorted({node.ends for node in cluster.nodes if node.ends})
+    names += [f"ends {' and '.join(f'{end:%Y-%m-%d %H:%M}' for end in ends)} UTC (--max_hours)"] if ends else []
     table.caption = ", ".join(names)
     return table
 
@@ -84,7 +86,7 @@ def start(config: StartConfig) -> None:
             aws.ec2.start_instances(InstanceIds=asleep)
         wait_for(aws, "running", [node.id for node in nodes], config.wait_minutes)
         nodes = find_nodes(aws, filters(tag_cluster=config.cluster))
-    folder = folder_of(aws.region, config.cluster)
+        folder = folder_of(aws.account, aws.region, config.cluster)
     if folder.ssh_config.exists():  # public addresses change with every start
         folder.update_addresses(tuple(nodes))
     print(f"{len(nodes)} nodes of {config.cluster} run.")
@@ -92,6 +94,7 @@ def start(config: StartConfig) -> None:
 
 def _nodes(config: StartConfig | StopConfig) -> tuple[Aws, list[Node]]:
     check_cluster_name(config.cluster)
+    check_wait_minutes(config.wait_minutes)
     aws = connect(config.region, config.profile)
     nodes = find_nodes(aws, filters(tag_cluster=config.cluster))
     if not nodes:

@@ -21,6 +21,8 @@ class Prices:
     """A GB of gp3 disk for a month."""
     snapshot_gb_month: float | None
     """A GB of an image's snapshot for a month, by the table: the price list has no attribute to find it by."""
+    per_address: float
+    """A public IPv4 address for an hour; the same in all regions, so always from the table."""
     source: str
     """Where the figures come from, with their date."""
 
@@ -51,7 +53,7 @@ def look_up(aws: Aws, instance_type: str, spot: bool) -> Prices:
             source += "; spot: the dearest zone now"
         except (BotoCoreError, ClientError):
             source += "; the spot price is not known, so on demand"
-    return Prices(machine, disk, table["usd_per_gb_month_snapshot"], source)
+    return Prices(machine, disk, table["usd_per_gb_month_snapshot"], table["usd_per_hour_public_ipv4"], source)
 
 
 def _listed(aws: Aws, **attributes: str) -> float | None:

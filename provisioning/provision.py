@@ -9,7 +9,7 @@ from dataclasses import fields
 
 from icom.errors import IcomError, Stopped
 from icom.signals import StopRequest
-from provisioning.aws import Aws, connect, explained
+from provisioning.aws import Aws, add_console, connect, explained
 from provisioning.build import build
 from provisioning.cluster import Cluster, Node, find_cluster
 from provisioning.config import BakeConfig, ProvisionConfig, check_instance_config, key_file
@@ -63,11 +63,12 @@ def _make(config: ProvisionConfig, only_image: bool) -> None:
 
     with explained():
         aws = connect(config.region, config.profile, check)
-        folder = folder_of(aws.region, config.cluster)
+        folder = folder_of(aws.account, aws.region, config.cluster)
         cluster = find_cluster(aws, config.cluster)
         missing = [] if only_image else missing_roles(config, cluster)
         found = survey(aws, config, cluster, len(missing), only_image)
-        plan = make_plan(config, cluster, found, key_here=folder.key.exists(), only_image=only_image)
+        key_here = folder.has_key(cluster.key["PublicKey"] if cluster.key else "")
+        plan = make_plan(config, cluster, found, key_here, only_image)
         if only_image and not plan.bake:
             print(f"Nothing to do: image {plan.image.id} has this content ({plan.image.state}).")
             return
@@ -87,11 +88,13 @@ def _make(config: ProvisionConfig, only_image: bool) -> None:
             try:
                 cluster = build(aws, plan, cluster, login, launches, progress)
                 strangers = [node for node in cluster.nodes if not folder.settle(node)]
+                folder.write_ssh_config(cluster.nodes, login.user, login.identity)  # also for who looks at a failure
                 if config.setup and not only_image:
                     set_up(login, cluster.nodes, plan.gpus, config.wait_minutes, progress, check)
                 check()
             except BaseException as error:
                 removing = True
+                add_console(aws, error)
                 _after_failure(aws, plan, launches, error, _say_if_heard)
                 raise
             if only_image:
@@ -99,7 +102,7 @@ def _make(config: ProvisionConfig, only_image: bool) -> None:
                 if not cluster.nodes:
                     folder.remove()
                 return
-        _finish(config, plan, cluster, strangers, login)
+        _finish(config, plan, cluster, strangers)
 
 
 def _say_if_heard(text: str) -> None:
@@ -154,9 +157,8 @@ def _remove_all_but_image(aws: Aws, plan: Plan) -> None:
         )
 
 
-def _finish(config: ProvisionConfig, plan: Plan, cluster: Cluster, strangers: list[Node], login: Login) -> None:
-    """Write the ssh config, say what there is and the next commands to type."""
-    login.folder.write_ssh_config(cluster.nodes, login.user, login.identity)
+def _finish(config: ProvisionConfig, plan: Plan, cluster: Cluster, strangers: list[Node]) -> None:
+    """Say what there is and the next commands to type."""
     name = f" --cluster {config.cluster}" + (f" --region {config.region}" if config.region else "")
     what = "Nothing to do:" if is_complete(plan) else "Done:"
     print(f"{what} {len(cluster.nodes)} nodes of {config.cluster} run" + (" and can train." if config.setup else "."))

@@ -56,6 +56,7 @@ def _folder(config: SshConfig | RunConfig | PushConfig | PullConfig) -> Folder:
     check_cluster_name(config.cluster)
     with explained():
         aws = connect(config.region, config.profile)
+        folder = folder_of(aws.account, aws.region, config.cluster)
         nodes = find_nodes(aws, filters(tag_cluster=config.cluster))
     states = {node.role: node.state for node in nodes}
     state = states.get(config.node)
@@ -65,7 +66,6 @@ def _folder(config: SshConfig | RunConfig | PushConfig | PullConfig) -> Folder:
         raise UsageError(f"{config.cluster} has no node {config.node}. It has: {', '.join(states)}.")
     if state != "running":
         raise UsageError(f"{config.node} is {state}. icom start --cluster {config.cluster} starts a stopped cluster.")
-    folder = folder_of(aws.region, config.cluster)
     if not folder.ssh_config.exists():
         raise UsageError(f"{config.cluster} was not made on this computer, which has no key for it.")
     folder.update_addresses(tuple(nodes))

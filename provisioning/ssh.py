@@ -12,13 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from icom.errors import IcomError
-from provisioning.aws import POLL_SECONDS
+from provisioning.aws import POLL_SECONDS, NodesFailed
 from provisioning.cluster import Node
 from provisioning.hostkeys import Folder
 
 CONNECT_SECONDS = 10
+LOGIN_SECONDS = 90
+"""How long a node may refuse a login: sshd runs before cloud-init has put the key there, and pam_nologin holds it."""
 STEP_SECONDS = 300
 TAIL_LINES = 12
+
+
+class LoginRefused(NodesFailed):
+    """The node is the right one, and does not let us in."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,7 @@ def connect(login: Login, node: Node, keys: Sequence[str] | None = None) -> Any:
         keys: host keys to accept; None takes those that are recorded for the node.
 
     Raises:
-        IcomError: no key is recorded, or the host has another one, or does not let us in.
+        IcomError: no key is recorded, or the host has another one; LoginRefused: it does not let us in.
         OSError, EOFError, paramiko's SSHException: it cannot be reached (yet).
     """
     import paramiko
@@ -76,9 +82,10 @@ def connect(login: Login, node: Node, keys: Sequence[str] | None = None) -> Any:
             seen = f"{error.key.get_name()} {error.key.get_base64()}"
         except paramiko.AuthenticationException as error:
             connection.close()
-            raise IcomError(
+            raise LoginRefused(
                 f"{node.role} ({node.id}, {address}) does not let {login.user} in with {login.identity}: {error}. "
-                "Does its image have another user? --ssh_user"
+                "Does its image have another user? --ssh_user",
+                [node.id],
             ) from error
     raise IcomError(
         f"{node.role} at {address} is not {node.id}, or its host key was changed: it shows {seen}, not "
@@ -93,20 +100,27 @@ def patient_connect(
     """Connect, as `connect` does, to a node that may still be booting or restarting its sshd.
 
     Raises:
-        IcomError: as connect; or it cannot be reached in time.
+        IcomError: as connect; NodesFailed: it cannot be reached in time, or refuses the login for LOGIN_SECONDS.
     """
     import paramiko
 
     deadline, pause = time.monotonic() + wait_minutes * 60, 0.25
+    refused = False
     while True:
         check()
         try:
             return connect(login, node, keys)
+        except LoginRefused:
+            if not refused:
+                refused, deadline = True, min(deadline, time.monotonic() + LOGIN_SECONDS)
+            if time.monotonic() >= deadline:
+                raise
         except (OSError, EOFError, paramiko.SSHException) as error:
             if time.monotonic() >= deadline:
-                raise IcomError(
+                raise NodesFailed(
                     f"{node.role} ({node.id}) cannot be reached by ssh at {node.public_ip or node.private_ip} after "
-                    f"{wait_minutes:g} minutes: {error}. Does --ssh_from cover this computer?"
+                    f"{wait_minutes:g} minutes: {error}. Does --ssh_from cover this computer?",
+                    [node.id],
                 ) from error
         time.sleep(pause)
         pause = min(2 * pause, POLL_SECONDS)

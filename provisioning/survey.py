@@ -43,6 +43,7 @@ class Subnet:
 class Survey:
     """What was found."""
 
+    account: str
     region: str
     vcpus: int
     """Of one instance."""
@@ -83,6 +84,7 @@ def survey(aws: Aws, config: ProvisionConfig, cluster: Cluster, missing: int, on
         _check_key_name(aws, config.key_name)
     vcpus = kind["VCpuInfo"]["DefaultVCpus"]
     return Survey(
+        account=aws.account,
         region=aws.region,
         vcpus=vcpus,
         gpus=_gpus(kind),
@@ -153,9 +155,9 @@ def _images(
             f"Image {image.id} is for {image.architecture}, {config.instance_type} is {' or '.join(architectures)}. "
             "Give another --ami or --instance_type."
         )
-    if image.size_gb > config.volume_gb:
+    if image.root_gb > config.volume_gb:
         raise UsageError(
-            f"Image {image.id} needs {image.size_gb} GB of disk: raise --volume_gb from {config.volume_gb}."
+            f"Image {image.id} needs {image.root_gb} GB of disk: raise --volume_gb from {config.volume_gb}."
         )
     return image, bake
 

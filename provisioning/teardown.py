@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 from icom.errors import IcomError, UsageError
 from provisioning.aws import POLL_SECONDS, Aws, connect, error_code, explained, filters, pages, wait_for, when_visible
 from provisioning.cluster import TAG_CLUSTER, TAG_RUN, find_nodes
-from provisioning.config import TeardownConfig, check_cluster_name
+from provisioning.config import TeardownConfig, check_cluster_name, check_wait_minutes
 from provisioning.hostkeys import folder_of
 
 GONE = (
@@ -57,13 +57,15 @@ def teardown(config: TeardownConfig) -> None:
         IcomError: something is left.
     """
     check_cluster_name(config.cluster)
+    check_wait_minutes(config.wait_minutes)
     with explained():
         aws = connect(config.region, config.profile)
+        folder = folder_of(aws.account, aws.region, config.cluster)  # of this account's cluster, not of its namesakes
         errors: list[str] = []
         left = left_over(aws, config.cluster)
         doomed = [item for item in left if config.all_images or item[0] not in IMAGES]
         if not doomed:
-            print(f"There is no cluster {config.cluster} in {aws.region}: nothing to remove.")
+            print(f"There is no cluster {config.cluster} in {aws.region}, account {aws.account}: nothing to remove.")
         else:
             for kind, id in doomed:
                 print(f"- {kind} {id}")
@@ -76,7 +78,7 @@ def teardown(config: TeardownConfig) -> None:
             except IcomError as error:  # the list from before stands then
                 errors.append(str(error))
         _report(aws, config, left, errors)
-    folder_of(aws.region, config.cluster).remove()
+    folder.remove()
 
 
 def confirm(question: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from datetime import datetime
 from typing import Any
 
@@ -29,17 +30,31 @@ def user_data(host_key: KeyPair, client_key: str | None, ends: datetime | None) 
     if client_key:
         config["ssh_authorized_keys"] = [client_key]
     if ends:
-        # Persistent: a node that was stopped over its end shuts down when it is started again.
-        timer = (
-            f"[Unit]\nDescription=End of this icom node\n\n[Timer]\nOnCalendar={ends:%Y-%m-%d %H:%M:%S} UTC\n"
-            "AccuracySec=1s\nPersistent=true\n\n[Install]\nWantedBy=timers.target\n"
-        )
-        service = "[Unit]\nDescription=End this icom node\n\n[Service]\nExecStart=/usr/bin/systemctl poweroff\n"
-        config["write_files"] = [
-            {"path": f"/etc/systemd/system/{END_UNIT}.timer", "content": timer},
-            {"path": f"/etc/systemd/system/{END_UNIT}.service", "content": service},
-        ]
-        # bootcmd runs early, so that what fails later in the boot does not keep the node alive for ever; but the
-        # files are written after it. runcmd is the first that finds them.
-        config["runcmd"] = [["systemctl", "daemon-reload"], ["systemctl", "enable", "--now", f"{END_UNIT}.timer"]]
+        # The earliest that cloud-init offers: what fails later in the boot does not keep the node alive for ever. It
+        # comes before write_files, and again with every boot.
+        config["bootcmd"] = [["sh", "-c", _arm(ends)]]
     return "#cloud-config\n" + yaml.safe_dump(config, sort_keys=False)
+
+
+def _arm(ends: datetime) -> str:
+    """A shell script that starts the timer of the node's end; may run any number of times."""
+    # Persistent: a node that was stopped over its end shuts down when it is started again.
+    timer = (
+        f"[Unit]\nDescription=End of this icom node\n\n[Timer]\nOnCalendar={ends:%Y-%m-%d %H:%M:%S} UTC\n"
+        "AccuracySec=1s\nPersistent=true\n\n[Install]\nWantedBy=timers.target\n"
+    )
+    service = "[Unit]\nDescription=End this icom node\n\n[Service]\nExecStart=/usr/bin/systemctl poweroff\n"
+    units, stamp = "/etc/systemd/system", f"/var/lib/systemd/timers/stamp-{END_UNIT}.timer"
+    return "\n".join(
+        [
+            f"printf %s {shlex.quote(timer)} > {units}/{END_UNIT}.timer",
+            f"printf %s {shlex.quote(service)} > {units}/{END_UNIT}.service",
+            # When it last ran, for systemd: without this a node whose first boot comes after its end has missed it.
+            f"mkdir -p {stamp.rpartition('/')[0]}",
+            f"[ -e {stamp} ] || touch -d 2000-01-01 {stamp}",
+            "systemctl daemon-reload",
+            f"systemctl enable {END_UNIT}.timer",
+            # Timers start after sysinit.target, which waits for this script: to wait for the timer would be for ever.
+            f"systemctl start --no-block {END_UNIT}.timer",
+        ]
+    )

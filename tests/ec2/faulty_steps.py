@@ -24,7 +24,7 @@ FAULTS = ("error", "broken connection", "ctrl-c")
 def main(cluster: str) -> None:
     aws = connect(None, None)
     nodes = tuple(find_nodes(aws, filters(tag_cluster=cluster)))
-    login = Login(folder := folder_of(aws.region, cluster), "root", folder.key)
+    login = Login(folder := folder_of(aws.account, aws.region, cluster), "root", folder.key)
 
     def forget_that_keys_were_replaced() -> None:
         for node in nodes:

@@ -141,6 +141,22 @@ def placement_groups() -> None:
         setattr(EC2Response, function.__name__, function)
 
 
+def launches_keep_their_place() -> None:
+    """An instance tells its placement group, and what kind its network interfaces are."""
+    run = EC2Response.run_instances
+
+    def run_instances(self: Any) -> Any:
+        answer = run(self)
+        cards = self._get_param("NetworkInterfaces", [])
+        for instance in answer.result.instances:
+            instance.placement.group_name = self._get_param("Placement.GroupName") or ""
+            for card in cards:
+                instance.nics[int(card["DeviceIndex"])].interface_type = card.get("InterfaceType", "interface")
+        return answer
+
+    EC2Response.run_instances = run_instances
+
+
 def used_groups_stay() -> None:
     """A security group cannot be deleted while an instance in it is alive; deleted things lose their tags."""
     delete, delete_key = EC2Response.delete_security_group, EC2Response.delete_key_pair
@@ -339,7 +355,7 @@ def with_prices_and_address(app: Any) -> Callable[..., Iterable[bytes]]:
 
 def main() -> None:
     for fill in (
-        *(instances_take_time, client_tokens_count, placement_groups, used_groups_stay),
+        *(instances_take_time, launches_keep_their_place, client_tokens_count, placement_groups, used_groups_stay),
         *(images_take_time, snapshots_of_images_have_tags, images_have_public_names, quotas_of_ec2),
     ):
         fill()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -147,8 +148,6 @@ def test_cluster_of_another_shape(refused: Callable[..., Result], provision: Ico
     fewer = refused("--cluster", "shaped", "--count", "2").err
     assert "has 3 nodes" in fewer
     assert "icom teardown" in fewer
-    assert "made of m7i.4xlarge" in refused("--cluster", "shaped", "--count", "3", "--instance_type", "m7i.large").err
-    assert "spot" in refused("--cluster", "shaped", "--count", "3", "--spot").err
 
 
 def test_group_that_icom_did_not_make(provision: Icom, ec2: Any, left: Left) -> None:
@@ -168,12 +167,33 @@ def test_open_key_file(refused: Callable[..., Result], tmp_path: Path) -> None:
     key.chmod(0o644)
     assert f"chmod 600 {key}" in refused("--key_name", "mine", "--key_file", str(key)).err
     key.chmod(0o600)
+    assert f"{key} is no private key" in refused("--key_name", "mine", "--key_file", str(key)).err
+
+
+@pytest.mark.parametrize("form", ["ed25519", "rsa", "rsa -m PEM"])
+def test_key_file_with_a_passphrase(form: str, refused: Callable[..., Result], tmp_path: Path) -> None:
+    """Told before anything is made; without it the key is taken."""
+    key = tmp_path / "mine.pem"
+    subprocess.run(["ssh-keygen", "-q", "-t", *form.split(), "-N", "secret", "-f", key], check=True)
+    said = refused("--key_name", "mine", "--key_file", str(key)).err
+    assert "has a passphrase" in said
+    assert "ssh-keygen -p" in said
+    subprocess.run(["ssh-keygen", "-q", "-p", "-P", "secret", "-N", "", "-f", key], check=True)
     assert "no key pair mine" in refused("--key_name", "mine", "--key_file", str(key)).err
+
+
+@pytest.mark.parametrize("command", ["provision", "start", "stop", "teardown"])
+@pytest.mark.parametrize("minutes", ["0", "-1", "nan"])
+def test_waiting_time_that_is_none(command: str, minutes: str, icom: Icom, wire: Wire) -> None:
+    result = icom(command, "--wait_minutes", minutes)
+    assert result.code == 2
+    assert "--wait_minutes has to be a positive number" in result.err
+    assert wire.calls == []
 
 
 def test_own_key_that_became_readable(refused: Callable[..., Result], provision: Icom, tmp_path: Path) -> None:
     assert provision("--cluster", "leaky").code == 0
-    (key,) = (tmp_path / "clusters").glob("*/leaky/id_ed25519")
+    (key,) = (tmp_path / "clusters").glob("*/*/leaky/id_ed25519")
     key.chmod(0o644)
     assert "chmod 600" in refused("--cluster", "leaky", "--count", "2").err
 

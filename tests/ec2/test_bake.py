@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from provisioning import project
 from tests.ec2.fake_ssh import Steps, connector
 from tests.ec2.wire import Icom, Wire
 
@@ -68,11 +67,15 @@ def test_bakes_once_and_launches_all_from_it(
     size = builder["BlockDeviceMappings"][0]["Ebs"]["VolumeSize"]
     assert 30 <= size < 100, "nodes will need a disk as large as this one's"
     done = [step for step in steps.done if step.startswith("builder: ")]
-    order = [next(i for i, step in enumerate(done) if part in step) for part in ("setup-master", "doctor", "--instance")]
+    order = [
+        next(i for i, step in enumerate(done) if part in step) for part in ("setup-master", "doctor", "--instance")
+    ]
     assert order == sorted(order)
     assert "icom-scrub" in done[-1], "nothing is done on the builder after the scrub"
-    calls = [call for call in wire.calls if call.split(":")[1] in ("StopInstances", "CreateImage", "TerminateInstances")]
-    assert calls == ["ec2:StopInstances", "ec2:CreateImage", "ec2:TerminateInstances"]
+    calls = [
+        call for call in wire.calls if call.split(":")[1] in ("StopInstances", "CreateImage", "TerminateInstances")
+    ]
+    assert calls == list(last)
 
     # Another cluster, the same content: nothing is baked. So it is when this one grows.
     wire.calls.clear()

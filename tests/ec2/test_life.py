@@ -35,6 +35,11 @@ def security_group(ec2: Any, cluster: str) -> dict[str, Any]:
     return dict(group)
 
 
+def listed(value: str | list[str]) -> list[str]:
+    """IAM's way to write one or several."""
+    return [value] if isinstance(value, str) else value
+
+
 def output_of(*command: str | Path) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
@@ -82,8 +87,7 @@ def test_three_nodes_as_the_issue_wants_them(
         assert behaviour["InstanceInitiatedShutdownBehavior"]["Value"] == "terminate"
         data = user_data(ec2, node["InstanceId"])
         keys.add(data["ssh_keys"]["ed25519_public"])
-        timer = next(file["content"] for file in data["write_files"] if file["path"].endswith(".timer"))
-        ends = datetime.strptime(re.findall(r"OnCalendar=(.*) UTC", timer)[0], "%Y-%m-%d %H:%M:%S")
+        ends = datetime.strptime(re.findall(r"OnCalendar=(.*) UTC", str(data["bootcmd"]))[0], "%Y-%m-%d %H:%M:%S")
         launched = node["LaunchTime"].replace(tzinfo=None)
         assert timedelta(hours=2.4) < ends - launched <= timedelta(hours=2.5)
     assert len(keys) == 3
@@ -97,7 +101,7 @@ def test_three_nodes_as_the_issue_wants_them(
 def test_ssh_knows_the_keys_that_the_nodes_got(provision: Icom, ec2: Any, nodes: Nodes, tmp_path: Path) -> None:
     """As OpenSSH itself reads them: the host keys under the instance ids, the config, the private key's mode."""
     assert provision("--cluster", "keys", "--count", "2").code == 0
-    (folder,) = (tmp_path / "clusters").glob("*/keys")
+    (folder,) = (tmp_path / "clusters").glob("*/*/keys")
     for node in nodes("keys"):
         data = user_data(ec2, node["InstanceId"])
         known = output_of("ssh-keygen", "-F", node["InstanceId"], "-f", folder / "known_hosts")
@@ -130,7 +134,7 @@ def test_second_call_has_nothing_to_do_and_a_larger_count_adds(provision: Icom, 
 def test_failure_leaves_what_an_earlier_call_made(
     provision: Icom, wire: Wire, nodes: Nodes, left: Left, icom: Icom
 ) -> None:
-    assert provision("--cluster", "older", "--count", "2").code == 0
+    assert provision("--cluster", "older", "--count", "2", "--placement_group").code == 0
     before = left("older")
     wire.only, wire.fault, wire.skip, wire.times = "ec2:RunInstances", "code:InternalError", 2, 1000
     failed = provision("--cluster", "older", "--count", "4", "--placement_group")
@@ -152,9 +156,13 @@ def test_dry_run_makes_nothing(provision: Icom, left: Left) -> None:
     result = provision("--cluster", "dry", "--count", "3", "--dry_run")
     assert result.code == 0
     assert "nothing was made" in result.out
-    for shown in ("security group", "key pair", "worker-2", "0.97", "23.80", "2.90", "71.40", "0.0952"):
+    for shown in ("security group", "key pair", "worker-2", "0.97", "23.80", "2.91", "71.40", "0.0952"):
         assert shown in result.out
+    assert "3 public IPv4 addresses" in result.out
     assert left("dry") == []
+    private = provision("--cluster", "dry", "--count", "3", "--dry_run", "--private_ip", "--ssh_from", "10.0.0.0/8")
+    assert "2.90" in private.out
+    assert "public IPv4" not in private.out
 
 
 def test_file_and_flags(provision: Icom, nodes: Nodes, tmp_path: Path) -> None:
@@ -174,7 +182,7 @@ def test_stop_and_start(provision: Icom, icom: Icom, nodes: Nodes, tmp_path: Pat
     assert "icom start" in refused.err
     assert "stopped" in icom("status", "--cluster", "nap").out
     assert "2 nodes of nap run" in icom("start", "--cluster", "nap").out
-    (config,) = (tmp_path / "clusters").glob("*/nap/ssh_config")
+    (config,) = (tmp_path / "clusters").glob("*/*/nap/ssh_config")
     for node in nodes("nap"):
         assert f"HostName {node['PublicIpAddress']}\n  HostKeyAlias {node['InstanceId']}" in config.read_text()
 
@@ -323,11 +331,8 @@ def test_signal_to_a_real_process(number: signal.Signals, moto: str, wire: Wire,
 
 def test_calls_no_action_outside_the_policy(provision: Icom, icom: Icom, wire: Wire) -> None:
     """What a life of a cluster calls, and what the code could call at all."""
-    policy = json.loads((PACKAGE / "iam_policy.json").read_text())
-    allowed: set[str] = set()
-    for statement in policy["Statement"]:
-        actions = statement["Action"]
-        allowed |= {actions} if isinstance(actions, str) else set(actions)
+    policy = json.loads((PACKAGE / "iam_policy.json").read_text())["Statement"]
+    allowed = {action for statement in policy for action in listed(statement["Action"])}
     provision("--cluster", "policy", "--count", "2", "--placement_group", "--spot")
     provision("--cluster", "policy", "--count", "3", "--placement_group", "--spot", "--ssh_from", "198.51.100.1")
     icom("status", "--cluster", "policy")
@@ -348,7 +353,19 @@ def test_calls_no_action_outside_the_policy(provision: Icom, icom: Icom, wire: W
         possible |= {f"{prefix}:{operation}" for method, operation in mapping.items() if method in words}
     assert called <= possible
     assert possible <= allowed
-    assert allowed - possible <= {"ec2:CreateTags"}  # implied by tags in the calls that make things
+
+    # What may be made only with the cluster's tag is asked for with it, in the rehearsal too.
+    strict: dict[str, set[str]] = {}
+    for statement in policy:
+        if "aws:RequestTag/icom:cluster" in statement.get("Condition", {}).get("Null", {}):
+            kinds = {resource.split(":")[-1].removesuffix("/*") for resource in listed(statement["Resource"])}
+            strict |= {action.removeprefix("ec2:"): kinds for action in listed(statement["Action"])}
+    assert strict["RunInstances"] == {"instance", "volume"}
+    for name, params in wire.requests:
+        if name in strict:
+            marked = {s["ResourceType"] for s in params["TagSpecifications"] if tags(s)["icom:cluster"] == "policy"}
+            assert marked
+            assert marked & strict[name] == (marked if name != "RunInstances" else strict[name])
 
 
 def test_help_needs_no_boto3() -> None:

@@ -31,7 +31,7 @@ def test_three_nodes_that_mpirun_can_use(box: Box, tmp_path: Path) -> None:
     assert master.path(master.home / "hosts").read_text() == "localhost\nnode1\nnode2\n"
 
     # The hosts have keys of their own by now, and the laptop knows these alone.
-    (folder,) = (Path(box.environment["ICOM_CLUSTERS_DIR"])).glob("*/box")
+    (folder,) = (Path(box.environment["ICOM_CLUSTERS_DIR"])).glob("*/*/box")
     known = (folder / "known_hosts").read_text()
     for host in (master, first, second):
         now = host.path("/etc/ssh/ssh_host_ed25519_key.pub").read_text().split()[1]

@@ -1,0 +1,71 @@
+"""Logging in to a host that is not ready for it: a real sshd, which gets its authorized key late or never."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from provisioning.nodes import WAIT_FOR_BOOT
+from tests.cluster.hosts import HOME, cluster, missing
+from tests.conftest import ROOT
+
+LOG_IN = """
+import sys
+from dataclasses import fields
+from pathlib import Path
+from provisioning import ssh
+from provisioning.cluster import Node
+from provisioning.hostkeys import Folder
+address, host_key, limit = sys.argv[1:]
+there = {"id": "i-1", "role": "master", "private_ip": address}
+node = Node(**{field.name: there.get(field.name) for field in fields(Node)})
+ssh.LOGIN_SECONDS = float(limit)
+login = ssh.Login(Folder(Path("/nowhere")), "root", Path.home() / ".ssh/id_ed25519")
+tries, connect = 0, ssh.connect
+def counted(*arguments):
+    global tries
+    tries += 1
+    return connect(*arguments)
+ssh.connect = counted
+try:
+    print(ssh.step(ssh.patient_connect(login, node, 5, lambda: None, [host_key]), node, "echo in"), tries)
+except ssh.IcomError as error:
+    print(error, tries)
+"""
+
+
+def test_login_that_is_refused_while_the_node_boots() -> None:
+    if lacking := missing():
+        pytest.skip(f"hosts cannot be made on this machine: it lacks {', '.join(lacking)}")
+    with cluster(2) as hosts:
+        keys = hosts[1].path(HOME / ".ssh/authorized_keys")
+        right = keys.read_text()
+        keys.write_text("")
+        words = [sys.executable, "-c", LOG_IN, hosts[1].address, hosts[1].key.public]
+        never = hosts[0].run([*words, "1.5"], folder=ROOT)
+        refused, _, tries = never.stdout.strip().rpartition(" ")
+        assert "does not let root in" in refused, never
+        assert "--ssh_user" in refused
+        assert int(tries) > 1
+        with hosts[0].start([*words, "30"], folder=ROOT) as late:
+            time.sleep(2)
+            keys.write_text(right)
+            out, _ = late.communicate(timeout=30)
+        assert out.split()[0] == "in", out
+        assert int(out.split()[1]) > 1
+
+
+@pytest.mark.parametrize(("status", "code", "shown"), [(0, 0, ""), (1, 1, "broken module\n"), (2, 0, "")])
+def test_boot_that_failed_tells_why(status: int, code: int, shown: str, tmp_path: Path) -> None:
+    """A cloud-init that answers as the real one does: 1 is an error, 2 is done with warnings."""
+    command = tmp_path / "cloud-init"
+    command.write_text(f'#!/bin/sh\n[ "$2" = --long ] && echo broken module || echo status: x; exit {status}\n')
+    command.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = subprocess.run(["sh", "-c", WAIT_FOR_BOOT], env={"PATH": path}, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", shown)

@@ -24,6 +24,8 @@ CLOCK_SECONDS = 1.0
 """How far clocks may differ. EC2's own time service keeps them within milliseconds; by a second, nothing keeps this
 one, and it will go on drifting: make rebuilds or skips what it should not, lines of logs change places, and at five
 minutes AWS refuses what it signed."""
+ALL_REDUCE_PORT = 29499
+"""Not the trainings' own: one may be running, and the cluster be healthy."""
 ALL_REDUCE_SECONDS = 120
 TIMED_OUT = 124
 """Exit code of `timeout`."""
@@ -187,7 +189,12 @@ def _all_reduce(connection: Any, nodes: tuple[Node, ...], check: Callable[[], No
     mpirun = f"mpirun -f ~/hosts -n {count} -ppn 1 python -m icom.launch.all_reduce"
     fix = f"All ports have to be open among the nodes. To see it again: icom ssh, cd icom, {mpirun}"
     try:
-        said = step(connection, nodes[0], f"{IN_ENVIRONMENT}timeout {ALL_REDUCE_SECONDS} {mpirun}", check)
+        said = step(
+            connection,
+            nodes[0],
+            f"{IN_ENVIRONMENT}MASTER_PORT={ALL_REDUCE_PORT} timeout {ALL_REDUCE_SECONDS} {mpirun}",
+            check,
+        )
     except Stopped:
         raise
     except IcomError as error:

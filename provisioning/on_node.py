@@ -30,7 +30,10 @@ PROFILE = ".config/icom/environment.sh"
 
 _PROJECT = Path(__file__).parent.parent
 _READ_PROFILE = f"[ ! -f ~/{PROFILE} ] || . ~/{PROFILE}"
-_PROFILE_HEAD = "# Written by icom provision, which replaces it. Login shells read it. What is set already stays.\n"
+_PROFILE_HEAD = (
+    "# Written by icom provision, which replaces it. Login shells read it. What is set already stays.\n"
+    "export PYTHONNOUSERSITE=1\n"  # as `make run` has it: conda's Python would import what lies in ~/.local
+)
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ class Problem:
     fix: str
 
     def __str__(self) -> str:
-        return f"{self.node.role} ({self.node.id}): {self.what}. {self.fix}"
+        return f"{self.node.role} ({self.node.id}): {self.what}\n    → {self.fix}"
 
 
 def has_amx(instance_type: str) -> bool:

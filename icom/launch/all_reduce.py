@@ -22,7 +22,7 @@ def main() -> None:
     Raises:
         IcomError: the processes do not meet, or the sum is wrong.
     """
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it would warn that addresses have no names
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # as for `icom train`
     import torch
 
     from icom.group import joined

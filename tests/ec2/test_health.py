@@ -14,6 +14,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -116,8 +117,9 @@ def test_plain_accelerate_launch_under_mpirun(nodes: Nodes) -> None:
         while len(met) < 3 and command.poll() is None:
             for host in nodes.all:
                 for pid in ranks(host):
-                    variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
-                    met[host.name] = sorted(v for v in variables if v.startswith(("MASTER_", "PMI_RANK")))
+                    with suppress(OSError):  # it has ended
+                        variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
+                        met[host.name] = sorted(v for v in variables if v.startswith(("MASTER_", "PMI_RANK")))
             time.sleep(0.2)
         run = finish(command)
     assert run.code == 0, run.said

@@ -1,0 +1,220 @@
+"""Whether the nodes of a cluster can train together: every problem of every node, named at once."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from icom.errors import IcomError, Stopped
+from provisioning.cluster import Node
+from provisioning.environment import IN_ENVIRONMENT
+from provisioning.on_node import MARK, Facts
+from provisioning.ssh import step
+
+AMX_FLAGS = frozenset(("amx_tile", "amx_bf16", "amx_int8"))
+FIRST_GENERATION_WITH_AMX = 7
+CLOCK_SECONDS = 1.0
+"""How far clocks may differ. EC2's own time service keeps them within milliseconds; by a second, nothing keeps this
+one, and it will go on drifting: make rebuilds or skips what it should not, lines of logs change places, and at five
+minutes AWS refuses what it signed."""
+ALL_REDUCE_PORT = 29499
+"""Not the trainings' own: one may be running, and the cluster be healthy."""
+ALL_REDUCE_SECONDS = 120
+TIMED_OUT = 124
+"""Exit code of `timeout`."""
+MOST_AT_ONCE = 32
+
+_CLOCK = f"date '+{MARK}%s.%N'"
+
+
+@dataclass(frozen=True)
+class Clock:
+    """A node's clock against this computer's.
+
+    Attributes:
+        ahead: seconds.
+        within: seconds; the truth is no farther from `ahead` than that, half of the round trip.
+    """
+
+    ahead: float
+    within: float
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong with a node, and what to do."""
+
+    node: Node
+    what: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.node.role} ({self.node.id}): {self.what}\n    → {self.fix}"
+
+
+def has_amx(instance_type: str) -> bool:
+    """Whether Intel CPUs of this type have AMX: from Sapphire Rapids on, which came with EC2's 7th generation.
+
+    In a name such as m7i-flex.large the family's letters come first, then the generation, then whose CPU it is: i
+    Intel, a AMD, g AWS.
+    """
+    family = re.match(r"[a-z]+(\d+)([a-z]*)", instance_type)
+    if not family:
+        return False
+    return int(family[1]) >= FIRST_GENERATION_WITH_AMX and family[2].startswith("i")
+
+
+def check_health(
+    connections: Mapping[str, Any],
+    nodes: tuple[Node, ...],
+    instance_type: str,
+    check: Callable[[], None],
+    say: Callable[[str], None],
+) -> None:
+    """Look at all nodes at once, and let them sum a number through mpirun.
+
+    Args:
+        connections: to every node, by its id; `give_environment` has served them.
+        nodes: all of the cluster, master first.
+        instance_type: of all of them.
+        check: called before each step, not always from the main thread; what it raises stops.
+        say: told what was found.
+
+    Raises:
+        IcomError: something is wrong: every problem, with its node and what to do.
+    """
+    with ThreadPoolExecutor(MOST_AT_ONCE) as pool:
+        asked = [pool.submit(_ask, connections[node.id], node, nodes, check) for node in nodes]
+        answers = dict(zip(nodes, [future.result() for future in asked], strict=True))
+    facts = {node: answer[0] for node, answer in answers.items() if not isinstance(answer, Problem)}
+    clocks = {node: answer[1] for node, answer in answers.items() if not isinstance(answer, Problem)}
+    alone = [answer for answer in answers.values() if isinstance(answer, Problem)]
+    alone += [*_packages(facts), *_interfaces(facts, nodes)]
+    problems = [*alone, *_amx(facts, instance_type), *_clocks(clocks)]
+    if not alone:  # else it would fail for the reasons that are known already
+        outcome = _all_reduce(connections[nodes[0].id], nodes, check)
+        if isinstance(outcome, Problem):
+            problems.append(outcome)
+        else:
+            say(outcome)
+    if problems:
+        many = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise IcomError(f"{many} on the nodes:\n" + "\n".join(f"  {p}" for p in _in_order(problems, nodes)))
+    spread = max(clock.ahead for clock in clocks.values()) - min(clock.ahead for clock in clocks.values())
+    doubt = max(clock.within for clock in clocks.values())
+    amx = ", AMX" if has_amx(instance_type) else ""
+    say(f"healthy: {len(nodes)} nodes, the same packages{amx}, clocks within {spread + 2 * doubt:.2f} s")
+
+
+def _ask(
+    connection: Any, node: Node, nodes: tuple[Node, ...], check: Callable[[], None]
+) -> tuple[Facts, Clock] | Problem:
+    """One step on one node: its clock, its facts, its clock again."""
+    others = " ".join(str(other.private_ip) for other in nodes if other != node)
+    look = f"{_CLOCK}; ({IN_ENVIRONMENT}python -m provisioning.on_node facts {others}) && {_CLOCK}"
+    began = time.time()
+    try:
+        said = step(connection, node, look, check)
+    except Stopped:
+        raise
+    except IcomError as error:
+        return Problem(node, _why(error, node), "Repair that, there, or tear the cluster down")
+    ended = time.time()
+    lines = [line.removeprefix(MARK) for line in said.splitlines() if line.startswith(MARK)]
+    node_began, node_ended = float(lines[0]), float(lines[-1])
+    # As NTP does: what passed on the node is no doubt, only the way there and back.
+    ahead = ((node_began - began) + (node_ended - ended)) / 2
+    within = ((ended - began) - (node_ended - node_began)) / 2
+    return Facts(**json.loads(lines[1])), Clock(ahead, within)
+
+
+def _packages(facts: Mapping[Node, Facts]) -> Iterator[Problem]:
+    install = "There, in ~/icom: make setup-master"
+    for node, found in facts.items():
+        for package, why in found.broken.items():
+            yield Problem(node, f"{package} cannot be imported ({why})", install)
+    for package in dict.fromkeys(name for found in facts.values() for name in found.versions):
+        having = {node: found.versions[package] for node, found in facts.items() if package in found.versions}
+        usual = _most_common(having.values())
+        for node, version in having.items():
+            if version != usual:
+                yield Problem(node, f"{package} {version}, but {usual} on the others", install)
+
+
+def _interfaces(facts: Mapping[Node, Facts], nodes: tuple[Node, ...]) -> Iterator[Problem]:
+    roles = {str(node.private_ip): node.role for node in nodes}
+    ways = [name for found in facts.values() for name in found.interfaces.values() if name]
+    for node, found in facts.items():
+        for address, name in found.interfaces.items():
+            if name is None:
+                yield Problem(node, f"no route to {roles[address]} ({address})", "Put both in one VPC's subnets")
+        for name in dict.fromkeys(name for name in found.interfaces.values() if name):
+            usual = _most_common(ways)
+            if name != usual:
+                what = f"reaches the others through the interface {name}, but {usual} is what the others use"
+                yield Problem(node, what, "mpirun wants one name everywhere: rename it there (ip link, netplan)")
+
+
+def _amx(facts: Mapping[Node, Facts], instance_type: str) -> Iterator[Problem]:
+    for node, found in facts.items() if has_amx(instance_type) else ():
+        missing = sorted(AMX_FLAGS.difference(found.cpu_flags))
+        if missing:
+            what = f"{instance_type} has AMX, but the kernel ({found.kernel}) shows no {', '.join(missing)}"
+            yield Problem(node, what, "It needs Linux 5.16 or newer: take another image (--ami)")
+
+
+def _clocks(clocks: Mapping[Node, Clock]) -> Iterator[Problem]:
+    if not clocks:
+        return
+    middle = statistics.median_low(clock.ahead for clock in clocks.values())
+    usual, reference = next((node, clock) for node, clock in clocks.items() if clock.ahead == middle)
+    for node, clock in clocks.items():
+        apart, within = clock.ahead - middle, clock.within + reference.within
+        if abs(apart) - within > CLOCK_SECONDS:
+            where = "ahead of" if apart > 0 else "behind"
+            what = f"its clock is {abs(apart):.1f} s (± {within:.1f}) {where} that of {usual.role}"
+            yield Problem(node, what, "Let chrony set it: sudo systemctl restart chronyd, or chrony")
+
+
+def _all_reduce(connection: Any, nodes: tuple[Node, ...], check: Callable[[], None]) -> str | Problem:
+    """What rank 0 said."""
+    count = len(nodes)
+    mpirun = f"mpirun -f ~/hosts -n {count} -ppn 1 python -m icom.launch.all_reduce"
+    fix = f"All ports have to be open among the nodes. To see it again: icom ssh, cd icom, {mpirun}"
+    try:
+        said = step(
+            connection,
+            nodes[0],
+            f"{IN_ENVIRONMENT}MASTER_PORT={ALL_REDUCE_PORT} timeout {ALL_REDUCE_SECONDS} {mpirun}",
+            check,
+        )
+    except Stopped:
+        raise
+    except IcomError as error:
+        return Problem(nodes[0], f"no all-reduce: {_why(error, nodes[0])}", fix)
+    found = re.search(r"all-reduce of (\d+) process.*", said)
+    if not found or int(found[1]) != count:
+        return Problem(nodes[0], f"mpirun made no group of {count} processes, but said: {said.strip()}", fix)
+    return found[0]
+
+
+def _why(error: IcomError, node: Node) -> str:
+    """What a step said, but for the node's name."""
+    why = str(error).removeprefix(f"{node.role} ({node.id}): ")
+    return why.replace(f"exit code {TIMED_OUT} of", f"not done within {ALL_REDUCE_SECONDS} s")
+
+
+def _most_common(values: Iterable[str]) -> str:
+    """Of several that are equally common, the first: the master's."""
+    return Counter(values).most_common(1)[0][0]
+
+
+def _in_order(problems: list[Problem], nodes: tuple[Node, ...]) -> list[Problem]:
+    return sorted(problems, key=lambda problem: nodes.index(problem.node))

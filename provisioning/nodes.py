@@ -12,6 +12,8 @@ from typing import Any
 
 from icom.errors import IcomError
 from provisioning.cluster import MASTER, Node
+from provisioning.environment import give_environment
+from provisioning.health import check_health
 from provisioning.hostkeys import unborn_name
 from provisioning.install import install
 from provisioning.progress import Progress
@@ -114,6 +116,10 @@ def set_up(
         for node in nodes[1:]:
             step(open_[master.id], master, f"ssh -o BatchMode=yes -o ConnectTimeout=10 {node_name(node)} true", check)
         progress.say("the master reaches all workers by ssh")
+        with progress.doing("all nodes", "Accelerate's configuration, the profile"):
+            give_environment(open_, nodes, gpus, check)
+        with progress.doing("all nodes", "health: packages, AMX, clocks, network, a sum over all of them"):
+            check_health(open_, nodes, nodes[0].type, check, progress.say)
 
 
 def _replace_host_key(login: Login, node: Node, old: Any, wait_minutes: float, check: Callable[[], None]) -> Any:

@@ -52,13 +52,13 @@ def tags(resource: dict[str, Any]) -> dict[str, str]:
 def test_bakes_once_and_launches_all_from_it(
     make: Icom, bake: Icom, icom: Icom, wire: Wire, ec2: Any, nodes: Nodes, left: Left, content: str, steps: Steps
 ) -> None:
-    first = make("--cluster", "baker", "--count", "3", "--volume_gb", "100")
+    first = make("--cluster", "baker", "--count", "2", "--volume_gb", "100")
     assert first.code == 0, first
     (image,) = ec2.describe_images(Owners=["self"], Filters=[{"Name": "tag:icom:content", "Values": [content]}])[
         "Images"
     ]
     assert {node["ImageId"] for node in nodes("baker")} == {image["ImageId"]}
-    assert sorted(tags(node)["icom:role"] for node in nodes("baker")) == ["master", "worker-1", "worker-2"]
+    assert sorted(tags(node)["icom:role"] for node in nodes("baker")) == ["master", "worker-1"]
     launched = [params for name, params in wire.requests if name == "RunInstances" and "DryRun" not in params]
     builder = launched[0]
     assert builder["ImageId"] == UBUNTU
@@ -67,21 +67,19 @@ def test_bakes_once_and_launches_all_from_it(
     size = builder["BlockDeviceMappings"][0]["Ebs"]["VolumeSize"]
     assert 30 <= size < 100, "nodes will need a disk as large as this one's"
     done = [step for step in steps.done if step.startswith("builder: ")]
-    order = [
-        next(i for i, step in enumerate(done) if part in step) for part in ("setup-master", "doctor", "--instance")
-    ]
+    parts = ("setup-master", "doctor", "--instance")
+    order = [next(i for i, step in enumerate(done) if part in step) for part in parts]
     assert order == sorted(order)
     assert "icom-scrub" in done[-1], "nothing is done on the builder after the scrub"
-    calls = [
-        call for call in wire.calls if call.split(":")[1] in ("StopInstances", "CreateImage", "TerminateInstances")
-    ]
+    last = ("ec2:StopInstances", "ec2:CreateImage", "ec2:TerminateInstances")
+    calls = [call for call in wire.calls if call in last]
     assert calls == list(last)
 
     # Another cluster, the same content: nothing is baked. So it is when this one grows.
     wire.calls.clear()
-    assert make("--cluster", "eater", "--count", "1").code == 0
+    assert make("--cluster", "eater", "--count", "2").code == 0
     assert {node["ImageId"] for node in nodes("eater")} == {image["ImageId"]}
-    assert make("--cluster", "baker", "--count", "4", "--volume_gb", "100").code == 0
+    assert make("--cluster", "baker", "--count", "3", "--volume_gb", "100").code == 0
     assert {node["ImageId"] for node in nodes("baker")} == {image["ImageId"]}
     assert "ec2:CreateImage" not in wire.calls
     assert f"Nothing to do: image {image['ImageId']}" in bake("--cluster", "eater").out

@@ -70,7 +70,7 @@ class Wire:
 
         if self.fault == "throttled" and self.hit():
             xml = "<Response><Errors><Error><Code>RequestLimitExceeded</Code></Error></Errors></Response>"
-            body = xml if self.calls[-1].startswith("ec2:") else '{"__type": "ThrottlingException"}'
+            body = xml if self.calls[-1].startswith(("ec2:", "sts:")) else '{"__type": "ThrottlingException"}'
             return AWSResponse(request.url, 503, {}, _Body(body.encode()))
         if self.fault == "timeout" and self.hit():
             URLLib3Session().send(request)  # AWS does it; its answer is lost

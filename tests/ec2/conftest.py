@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from tests.cluster.hosts import missing
 from tests.conftest import ROOT
+from tests.ec2.box import Box, make_box
 from tests.ec2.wire import Icom, Wire
 
 REGION = "eu-central-1"
@@ -121,3 +123,12 @@ def nodes(ec2: Any) -> Callable[[str], list[dict[str, Any]]]:
         return [i for r in reservations for i in r["Instances"] if i["State"]["Name"] != "terminated"]
 
     return look
+
+
+@pytest.fixture
+def box(tmp_path: Path) -> Iterator[Box]:
+    """EC2 with hosts behind it."""
+    if lacking := missing():
+        pytest.skip(f"hosts cannot be made on this machine: it lacks {', '.join(lacking)}")
+    with make_box(tmp_path) as made:
+        yield made

@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import yaml
 
-from tests.cluster.hosts import HostKey, missing
+from tests.cluster.hosts import HostKey
 from tests.conftest import ROOT
-from tests.ec2.box import Box, make_box, put_host_key, run_sshd
-
-
-@pytest.fixture
-def box(tmp_path: Path) -> Iterator[Box]:
-    if lacking := missing():
-        pytest.skip(f"hosts cannot be made on this machine: it lacks {', '.join(lacking)}")
-    with make_box(tmp_path) as made:
-        yield made
+from tests.ec2.box import Box, put_host_key, run_sshd
 
 
 def test_three_nodes_that_mpirun_can_use(box: Box, tmp_path: Path) -> None:

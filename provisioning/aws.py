@@ -26,7 +26,8 @@ NOT_YET = (
 )
 VISIBLE_TRIES = 8
 VISIBLE_SECONDS = 2.0
-POLL_SECONDS = 5
+FIRST_POLL_SECONDS, POLL_SECONDS = 0.5, 5
+"""Between looks at what takes time: often first, then at this pace."""
 CONSOLES, CONSOLE_LINES = 2, 10
 """Of how many instances that failed the console is shown, and how much of it."""
 LOST: dict[str, tuple[str, ...]] = {
@@ -168,7 +169,7 @@ def wait_for(aws: Aws, wanted: str, ids: Collection[str], minutes: float) -> Non
     Raises:
         NodesFailed: the time is over, or one of them cannot get there any more; says which, and EC2's reason.
     """
-    deadline = time.monotonic() + minutes * 60
+    deadline, pause = time.monotonic() + minutes * 60, FIRST_POLL_SECONDS
     while late := _not_yet(aws, wanted, ids):
         told = "; ".join(f"{id} is {state}" + (f" ({reason})" if reason else "") for id, state, reason in late)
         failed = [id for id, _, _ in late]
@@ -176,7 +177,8 @@ def wait_for(aws: Aws, wanted: str, ids: Collection[str], minutes: float) -> Non
             raise NodesFailed(f"Not {wanted}: {told}", failed)
         if time.monotonic() >= deadline:
             raise NodesFailed(f"Not {wanted} in {minutes:g} minutes (--wait_minutes): {told}", failed)
-        time.sleep(POLL_SECONDS)
+        time.sleep(pause)
+        pause = min(2 * pause, POLL_SECONDS)
 
 
 def _not_yet(aws: Aws, wanted: str, ids: Collection[str]) -> list[tuple[str, str, str]]:

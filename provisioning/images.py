@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from icom.errors import IcomError, UsageError
-from provisioning.aws import POLL_SECONDS, Aws, error_code, filters
+from provisioning.aws import FIRST_POLL_SECONDS, POLL_SECONDS, Aws, error_code, filters
 from provisioning.cluster import TAG_BASE, TAG_CONTENT, tags_of
 from provisioning.config import ProvisionConfig
 
@@ -92,7 +92,7 @@ def wait_for_image(aws: Aws, id: str, minutes: float) -> Image:
     Raises:
         IcomError: EC2 could not make it (with its reason), or the time is over.
     """
-    deadline = time.monotonic() + minutes * 60
+    deadline, pause = time.monotonic() + minutes * 60, FIRST_POLL_SECONDS
     while True:
         # By a filter: an id that EC2 does not know yet is no error then.
         found = aws.ec2.describe_images(Owners=["self"], Filters=filters(image_id=id))["Images"]
@@ -104,7 +104,8 @@ def wait_for_image(aws: Aws, id: str, minutes: float) -> Image:
             raise IcomError(f"EC2 could not make the image {id}: it is {state}. {reason}")
         if time.monotonic() >= deadline:
             raise IcomError(f"The image {id} is {state} after {minutes:g} minutes.")
-        time.sleep(POLL_SECONDS)
+        time.sleep(pause)
+        pause = min(2 * pause, POLL_SECONDS)
 
 
 def _image(described: dict[str, Any], base: str) -> Image:

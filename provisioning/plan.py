@@ -355,7 +355,7 @@ def plan_table(plan: Plan, found: Survey) -> Table:
     zones = " or ".join(dict.fromkeys(subnet.zone for subnet in plan.subnets))
     per_gb = "" if prices.per_gb_month is None else f"; a GB of disk {prices.per_gb_month:g} USD/month"
     table.caption = (
-        f"Image: {plan.image}. Zone: {zones}. Prices: {prices.source}{per_gb}. Quota: {found.quota}. "
+        f"Image: {plan.image.id}. Zone: {zones}. Prices: {prices.source}{per_gb}. Quota: {found.quota}. "
         f"Ends: {_ends(plan)}."
     )
     return table

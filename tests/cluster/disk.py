@@ -24,8 +24,9 @@ else
     mknod /mnt/upper/home c 0 0
 fi
 exec 9< /mnt/upper  # for who saves the disk: there will be no path to it
+# xino: one device number for all files, as a disk has it; the scrub stays within a file system.
 layers=lowerdir=/,upperdir=/mnt/upper,workdir=/mnt/work
-mount -t overlay -o $layers,redirect_dir=off,metacopy=off,index=off overlay /mnt/root
+mount -t overlay -o $layers,redirect_dir=off,metacopy=off,index=off,xino=on overlay /mnt/root
 cd /mnt/root
 [ -n "$image" ] || { mkdir -m 0700 root; mkdir home; }
 mount -t proc proc proc

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
-from tests.ec2.wire import Icom, Wire
+from tests.ec2.wire import Icom, Wire, read_descriptions_once
 
 REGION = "eu-central-1"
-LOADER: list[Any] = []
 
 
 @pytest.fixture(scope="session")
@@ -41,16 +40,14 @@ def moto() -> Iterator[str]:
 def wire(moto: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Wire:
     """This process speaks to moto, and tells what it says."""
     import boto3
-    import botocore.loaders
 
     wire = Wire()
-    if not LOADER:  # AWS's service descriptions, which take most of a call's time, are read once
-        LOADER.append(botocore.loaders.create_loader())
+    loader = read_descriptions_once(monkeypatch)
 
     class Session(boto3.session.Session):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
-            self._session.register_component("data_loader", LOADER[0])
+            self._session.register_component("data_loader", loader)
             self.events.register("provide-client-params", wire.parameters)
             self.events.register("before-call", wire.before_call)
             self.events.register("before-send", wire.before_send)
@@ -73,6 +70,7 @@ def wire(moto: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Wire:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # waits and backoff: counted, not slept
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)  # no test pulls the plug
 
     def exit_at_once(code: int) -> None:
         raise SystemExit(code)  # what a process that is gone would be to the one that started it

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,10 +38,22 @@ def moto() -> Iterator[str]:
 
 
 @pytest.fixture
-def wire(moto: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Wire:
+def empty(moto: str) -> Callable[[], None]:
+    """Let moto forget everything. It never forgets ended instances by itself, and looks through all of them."""
+
+    def forget() -> None:
+        with urllib.request.urlopen(urllib.request.Request(f"{moto}/moto-api/reset", method="POST")) as answer:
+            assert answer.status == 200
+
+    return forget
+
+
+@pytest.fixture
+def wire(moto: str, empty: Callable[[], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Wire:
     """This process speaks to moto, and tells what it says."""
     import boto3
 
+    empty()
     wire = Wire()
     loader = read_descriptions_once(monkeypatch)
 

@@ -49,10 +49,12 @@ def test_fault_at_every_call_leaves_nothing(
     provision: Icom,
     icom: Icom,
     wire: Wire,
+    empty: Callable[[], None],
     left: Callable[[str], list[str]],
 ) -> None:
     outcomes: Counter[str] = Counter()
     for i, call in enumerate(calls):
+        empty()
         cluster = f"c{i}-{fault.replace(' ', '-')}"
         reset(wire, i, fault.partition(" ")[0], FAULTS[fault])
         result = provision("--cluster", cluster, *OPTIONS)
@@ -78,12 +80,14 @@ def test_second_call_completes_what_was_kept(
     provision: Icom,
     icom: Icom,
     wire: Wire,
+    empty: Callable[[], None],
     left: Callable[[str], list[str]],
     nodes: Callable[[str], list[dict[str, Any]]],
 ) -> None:
     kept = 0
     first_that_makes = len(calls) - calls[::-1].index("ec2:CreateSecurityGroup") - 1  # before it came the rehearsal
     for i, call in list(enumerate(calls))[first_that_makes:]:
+        empty()
         cluster = f"k{i}-{fault}"
         reset(wire, i, fault, FAULTS[fault])
         first = provision("--cluster", cluster, "--keep_on_failure", *OPTIONS)

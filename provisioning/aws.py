@@ -58,23 +58,52 @@ class NodesFailed(IcomError):
 
 @dataclass(frozen=True)
 class Aws:
-    """Clients of one region; all of them retry throttling and transient errors, a limited number of times."""
+    """Clients of one region; all of them retry throttling and transient errors, a limited number of times.
+
+    Each is made when it is first used: most commands need EC2's alone.
+    """
 
     region: str
-    ec2: Any
-    ssm: Any
-    quotas: Any
-    pricing: Any
-    sts: Any
+    session: Any
 
     @cached_property
     def account(self) -> str:
         """Id of the account that the credentials belong to; asks AWS once."""
         return str(self.sts.get_caller_identity()["Account"])
 
+    @cached_property
+    def sts(self) -> Any:
+        return self.session.client("sts", region_name=self.region, config=_patient())
+
+    @cached_property
+    def ec2(self) -> Any:
+        return self.session.client("ec2", region_name=self.region, config=_patient())
+
+    @cached_property
+    def ssm(self) -> Any:
+        return self.session.client("ssm", region_name=self.region, config=_patient())
+
+    @cached_property
+    def quotas(self) -> Any:
+        return self.session.client("service-quotas", region_name=self.region, config=_patient())
+
+    @cached_property
+    def pricing(self) -> Any:
+        from botocore.config import Config
+
+        # Prices are worth one attempt: there is a table for when they do not come.
+        hasty = Config(retries={"mode": "standard", "max_attempts": 1}, connect_timeout=5, read_timeout=10)
+        return self.session.client("pricing", region_name=PRICING_REGION, config=hasty)
+
+
+def _patient() -> Any:
+    from botocore.config import Config
+
+    return Config(retries={"mode": "standard", "max_attempts": 8}, connect_timeout=10, read_timeout=60)
+
 
 def connect(region: str | None, profile: str | None, check: Callable[[], None] = lambda: None) -> Aws:
-    """Make the clients; asks AWS nothing.
+    """Prepare the clients; asks AWS nothing.
 
     Args:
         region: None takes the session's.
@@ -88,7 +117,6 @@ def connect(region: str | None, profile: str | None, check: Callable[[], None] =
         import boto3
     except ModuleNotFoundError:
         raise UsageError("This needs boto3: make setup-master EXTRAS=aws") from None
-    from botocore.config import Config
     from botocore.exceptions import ProfileNotFound
 
     try:
@@ -100,8 +128,9 @@ def connect(region: str | None, profile: str | None, check: Callable[[], None] =
     name = session.region_name
     if name is None:
         raise UsageError("Which region? Give --region, for instance --region eu-central-1, or set AWS_REGION.")
-    regions = [r for part in session.get_available_partitions() for r in session.get_available_regions("ec2", part)]
-    if name not in regions:
+    partitions = session.get_available_partitions()
+    if not any(name in session.get_available_regions("ec2", partition) for partition in partitions):
+        regions = [region for partition in partitions for region in session.get_available_regions("ec2", partition)]
         near = difflib.get_close_matches(name, regions, n=1)
         hint = f"Did you mean {near[0]}?" if near else "See `aws ec2 describe-regions`."
         raise UsageError(f"AWS has no region {name}. {hint}")
@@ -110,17 +139,7 @@ def connect(region: str | None, profile: str | None, check: Callable[[], None] =
     # Both: before-call comes once per call, before-send with each of its attempts.
     for event in ("before-call", "before-send"):
         session.events.register(event, lambda **_: check())
-    config = Config(retries={"mode": "standard", "max_attempts": 8}, connect_timeout=10, read_timeout=60)
-    # Prices are worth one attempt: there is a table for when they do not come.
-    hasty = Config(retries={"mode": "standard", "max_attempts": 1}, connect_timeout=5, read_timeout=10)
-    return Aws(
-        name,
-        session.client("ec2", region_name=name, config=config),
-        session.client("ssm", region_name=name, config=config),
-        session.client("service-quotas", region_name=name, config=config),
-        session.client("pricing", region_name=PRICING_REGION, config=hasty),
-        session.client("sts", region_name=name, config=config),
-    )
+    return Aws(name, session)
 
 
 def pages(client: Any, operation: str, key: str, **request: Any) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,9 @@ import pytest
 from tests.cluster.hosts import missing
 from tests.conftest import ROOT
 from tests.ec2.box import Box, make_box
-from tests.ec2.wire import Icom, Wire
+from tests.ec2.wire import Icom, Wire, read_descriptions_once
 
 REGION = "eu-central-1"
-LOADER: list[Any] = []
 
 
 @pytest.fixture(scope="session")
@@ -40,19 +40,29 @@ def moto() -> Iterator[str]:
 
 
 @pytest.fixture
-def wire(moto: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Wire:
+def empty(moto: str) -> Callable[[], None]:
+    """Let moto forget everything. It never forgets ended instances by itself, and looks through all of them."""
+
+    def forget() -> None:
+        with urllib.request.urlopen(urllib.request.Request(f"{moto}/moto-api/reset", method="POST")) as answer:
+            assert answer.status == 200
+
+    return forget
+
+
+@pytest.fixture
+def wire(moto: str, empty: Callable[[], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Wire:
     """This process speaks to moto, and tells what it says."""
     import boto3
-    import botocore.loaders
 
+    empty()
     wire = Wire()
-    if not LOADER:  # AWS's service descriptions, which take most of a call's time, are read once
-        LOADER.append(botocore.loaders.create_loader())
+    loader = read_descriptions_once(monkeypatch)
 
     class Session(boto3.session.Session):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
-            self._session.register_component("data_loader", LOADER[0])
+            self._session.register_component("data_loader", loader)
             self.events.register("provide-client-params", wire.parameters)
             self.events.register("before-call", wire.before_call)
             self.events.register("before-send", wire.before_send)
@@ -75,6 +85,7 @@ def wire(moto: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Wire:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # waits and backoff: counted, not slept
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)  # no test pulls the plug
 
     def exit_at_once(code: int) -> None:
         raise SystemExit(code)  # what a process that is gone would be to the one that started it

@@ -6,6 +6,7 @@ and whoever reads it decides when they run (`happenings_are_told`).
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 
 os.environ["MOTO_AMIS_PATH"] = str(Path(__file__).with_name("amis.json"))
 
+from moto.core import responses
 from moto.core.responses import ActionResult, EmptyResult
 from moto.ec2.exceptions import EC2ClientError
 from moto.ec2.models.amis import Ami, AmiBackend
@@ -25,7 +27,7 @@ from moto.ec2.responses import EC2Response
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from moto.servicequotas.models import ServiceQuotasBackend
 from moto.ssm.models import Parameter, SimpleSystemManagerBackend
-from werkzeug.serving import make_server
+from werkzeug.serving import WSGIRequestHandler, make_server
 
 VCPU_QUOTA = 5000
 ADDRESS = "9.9.9.9"  # a public one, as the real service answers; nobody connects to it
@@ -291,6 +293,15 @@ def quotas_of_ec2() -> None:
     ServiceQuotasBackend.get_service_quota = get_service_quota
 
 
+def answers_are_quick() -> None:
+    """For every request moto lists its own folder and its classes' methods; neither changes. Connections stay open."""
+    responses.method_names_from_class = functools.cache(responses.method_names_from_class)
+    dispatcher = DomainDispatcherApplication
+    dispatcher.get_backend_for_host = functools.lru_cache(None)(dispatcher.get_backend_for_host)
+    WSGIRequestHandler.protocol_version = "HTTP/1.1"
+    WSGIRequestHandler.disable_nagle_algorithm = True  # head and body are sent one by one
+
+
 def happenings_are_told(file: Path) -> None:
     """A line of JSON in a file for all that happens to instances with user data, for who makes hosts for them.
 
@@ -356,7 +367,7 @@ def with_prices_and_address(app: Any) -> Callable[..., Iterable[bytes]]:
 def main() -> None:
     for fill in (
         *(instances_take_time, launches_keep_their_place, client_tokens_count, placement_groups, used_groups_stay),
-        *(images_take_time, snapshots_of_images_have_tags, images_have_public_names, quotas_of_ec2),
+        *(images_take_time, snapshots_of_images_have_tags, images_have_public_names, quotas_of_ec2, answers_are_quick),
     ):
         fill()
     if len(sys.argv) > 1:

@@ -9,9 +9,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
 from tests.conftest import Result
 
 Icom = Callable[..., Result]
+REMEMBERED: dict[Any, Any] = {}
+
+
+def remembered(what: Any, make: Callable[[], Any]) -> Any:
+    """What `make` returned the first time."""
+    if what not in REMEMBERED:
+        REMEMBERED[what] = make()
+    return REMEMBERED[what]
 
 
 @dataclass
@@ -81,3 +91,25 @@ class Wire:
 class _Body(io.BytesIO):
     def stream(self) -> Iterator[bytes]:
         yield self.read()
+
+
+def read_descriptions_once(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Let botocore read AWS's service descriptions, and make methods of them, once for all clients of all tests.
+
+    Returns:
+        What reads them, for a session's data_loader.
+    """
+    import botocore.loaders
+    from botocore.client import ClientCreator
+
+    class Creator(ClientCreator):
+        def _load_service_model(self, service_name: str, api_version: str | None = None) -> Any:
+            model = super()._load_service_model
+            return remembered(("model", service_name), lambda: model(service_name, api_version))
+
+        def _create_methods(self, service_model: Any) -> Any:
+            methods = super()._create_methods
+            return dict(remembered(("methods", service_model.service_name), lambda: methods(service_model)))
+
+    monkeypatch.setattr("botocore.client.ClientCreator", Creator)
+    return remembered("loader", botocore.loaders.create_loader)

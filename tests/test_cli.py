@@ -73,6 +73,7 @@ SURFACE = {
             "num_comparison_images",
             "config",
             "print_config",
+            "on",
         ),
     },
     "generate": {

@@ -42,16 +42,17 @@ TRAIN = f"""
 {LOCK} || exit {BUSY}
 IFS= read -r HF_TOKEN; [ -z "$HF_TOKEN" ] && unset HF_TOKEN || export HF_TOKEN
 run=$1; shift
-mkdir -p "runs/$run"; cd "runs/$run"; rm -f exit; touch started
+mkdir -p "runs/$run"; cd "runs/$run"; rm -f exit; touch started; : > log
 set -m
 {{
     trap : INT TERM
     echo "$BASHPID $run" > ../lock
     bash -lc 'cd ~/icom && exec icom launch mpirun --hosts ~/hosts -- "$@"' icom "$@"
     echo $? > exit.new; mv exit.new exit
-}} > log 2>&1 < /dev/null &
+}} >> log 2>&1 < /dev/null &
 exec 9>&-
-exec tail -n +1 -s 0.2 -f --pid=$! log
+tail -n +1 -s 0.2 -f --pid=$! log
+exit  # bash would become tail in its last command, and nobody would collect the job, for whose end tail waits
 """
 STOP = f"""
 {LOCK} && exit 0

@@ -6,15 +6,16 @@ them: the project in ~/icom, its environment in the login shell's PATH, ~/hosts,
 
 from __future__ import annotations
 
-import hashlib
+import json
 import os
+import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,11 @@ import yaml
 from safetensors.torch import load_file
 
 from icom.images import BUNDLED_CONCEPTS
-from provisioning.cluster import find_nodes
+from icom.models import BUNDLE
+from provisioning.cluster import Node, role_names
 from provisioning.hostkeys import Folder
 from tests.cluster.hosts import HOME, Cluster, Host, cluster, missing
+from tests.cluster.mpi import ranks
 from tests.cluster.namespaces import Command
 from tests.conftest import ROOT
 
@@ -127,13 +130,165 @@ def be_cluster(box: Box) -> None:
     ids = dict(reversed(line.split()) for line in made.stdout.splitlines())
     assert list(ids) == [host.address for host in box.nodes], made
     public = box.folder.client_key()
-    blocks = []
-    for role, host in zip(("master icom-box", "worker-1", "worker-2"), box.nodes, strict=True):
-        box.folder.remember([ids[host.address]], host.key.public)
-        host.path(HOME / ".ssh/authorized_keys").open("a").write(f"{public}\n")
+    nodes = []
+    for role, host in zip(role_names(3), box.nodes, strict=True):
+        id = ids[host.address]
+        nodes.append(
+            Node(id, role, "", "running", "", "", "", "", "", host.address, None, spot=False, since=datetime.now(timezone.utc))
+        )
+        box.folder.remember([id], host.key.public)
+        with host.path(HOME / ".ssh/authorized_keys").open("a") as keys:
+            keys.write(f"{public}\n")
         host.path(HOME / ".profile").write_text(PROFILE)
         host.path(HOME / "icom").symlink_to(ROOT)
-        blocks.append((role, host, ids[host.address]))
+    box.folder.write_ssh_config(tuple(nodes), "root", box.folder.key)
     box.nodes[0].path(HOME / "hosts").write_text("localhost\nnode1\nnode2\n")
     for name in ("known_hosts", "config", "id_ed25519"):
         box.laptop.path(HOME / ".ssh" / name).unlink()
+
+
+@pytest.fixture(scope="module")
+def photos(shared: Path) -> Path:
+    """The user's pictures, beside what is none of the nodes' business."""
+    folder = shared / "my photos"
+    shutil.copytree(BUNDLED_CONCEPTS / "red-moon", folder)
+    (folder / ".hidden").write_text("no picture")
+    return folder
+
+
+@dataclass(frozen=True)
+class Learned:
+    """A run that came to its end."""
+
+    output: Path
+    said: str
+
+
+@pytest.fixture(scope="module")
+def learned(box: Box, shared: Path, photos: Path) -> Learned:
+    output = shared / "out"
+    (output / "notes").mkdir(parents=True)
+    (output / "notes/mine.txt").write_text("stays")
+    code, said = box.train(train_data_dir=photos, output_dir=output, checkpointing_steps=2)
+    assert code == 0, said
+    return Learned(output, said)
+
+
+def rows(output: Path) -> torch.Tensor:
+    return load_file(output / "learned_embeds.safetensors")["<concept>"]
+
+
+def on_master(box: Box, pattern: str) -> list[Path]:
+    return sorted(box.nodes[0].path(HOME).glob(pattern))
+
+
+def test_results_are_those_of_icom_launch_on_the_master(box: Box, learned: Learned, photos: Path) -> None:
+    master = box.nodes[0]
+    sent = f"{HOME}/pushed/{on_master(box, 'pushed/my_photos-*')[0].name}"
+    words = [f"--{name}={value}" for name, value in (OPTIONS | {"train_data_dir": sent, "output_dir": "/tmp/o"}).items()]
+    line = shlex.join(["icom", "launch", "mpirun", "--hosts", f"{HOME}/hosts", "--", *words])
+    typed = master.run(["bash", "-lc", f"cd ~/icom && {line}"], {"PATH": os.environ["PATH"]})
+    assert typed.returncode == 0, typed
+    assert "total batch 6 (2 x 3 processes" in learned.said
+    torch.testing.assert_close(rows(learned.output), rows(master.path("/tmp/o")), rtol=0, atol=1e-6)
+    names = {path.name for path in learned.output.iterdir()}
+    assert {path.name for path in master.path("/tmp/o").iterdir()} <= names
+    assert "checkpoint-2" in names
+    assert (learned.output / "notes/mine.txt").read_text() == "stays"
+    # It is the user's computer that config.yaml speaks of, and a run that it can repeat.
+    config = yaml.safe_load((learned.output / "config.yaml").read_text())
+    assert (config["train_data_dir"], config["output_dir"]) == (str(photos), str(learned.output))
+    assert config["seed"] == 7
+    assert "on" not in config and True not in config
+
+
+def test_pictures_are_on_all_nodes_byte_for_byte_and_travel_once(
+    box: Box, learned: Learned, photos: Path, shared: Path
+) -> None:
+    assert "sending the pictures (5 files, " in learned.said
+    before = {}
+    for host in box.nodes:
+        (folder,) = host.path(HOME / "pushed").glob("my_photos-*")
+        there = {path.name: path for path in folder.iterdir() if not path.name.startswith(".")}
+        assert {name: path.read_bytes() for name, path in there.items()} == {
+            path.name: path.read_bytes() for path in photos.iterdir() if path.name != ".hidden"
+        }
+        before |= {path: path.stat().st_ino for path in there.values()}
+    elsewhere = shared / "elsewhere"
+    # A second run of the same folder goes on where the first ended: its checkpoints are on the master.
+    options = {"train_data_dir": photos, "output_dir": learned.output, "max_train_steps": 4}
+    code, said = box.train(**options, resume_from_checkpoint="latest")
+    assert code == 0, said
+    assert "pictures (" not in said
+    assert {path: path.stat().st_ino for path in before} == before
+    steps = [json.loads(line)["step"] for line in (learned.output / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3, 4]
+    assert not elsewhere.exists()
+
+
+def test_own_model_and_a_worker_that_lacks_it(box: Box, shared: Path) -> None:
+    """A model folder is sent without what a run does not read; a worker that was made anew gets what it lacks."""
+    model = shared / "model"
+    shutil.copytree(BUNDLE, model)
+    (model / "unet/diffusion_pytorch_model.fp16.safetensors").write_bytes(b"another variant")
+    (model / "old.ckpt").write_bytes(b"a pickle")
+    last = box.nodes[2]
+    shutil.rmtree(last.path(HOME / "pushed"))
+    output = shared / "own"
+    options = {"pretrained_model_name_or_path": model, "train_data_dir": "bundled:red-moon", "output_dir": output}
+    code, said = box.train(**options, max_train_steps=2)
+    assert code == 0, said
+    (there,) = last.path(HOME / "pushed").glob("model-*")
+    sent = {path.relative_to(there).as_posix(): path.read_bytes() for path in there.rglob("*.*") if path.is_file()}
+    assert sent.pop(".complete") == b""
+    assert sent == {name: (model / name).read_bytes() for name in sent}
+    assert sent.keys() == {path.relative_to(BUNDLE).as_posix() for path in BUNDLE.glob("*/*.*")}
+    assert yaml.safe_load((output / "config.yaml").read_text())["pretrained_model_name_or_path"] == str(model)
+
+
+def wait_for_steps(box: Box, process: Command) -> None:
+    deadline = time.monotonic() + 60
+    while not any(path.read_text().count("\n") >= 2 for path in on_master(box, "runs/*/long/metrics.jsonl")):
+        assert time.monotonic() < deadline and process.poll() is None, process.communicate()[0]
+        time.sleep(0.1)
+
+
+def test_ctrl_c_saves_and_fetches_and_nobody_trains_beside(box: Box, shared: Path, photos: Path) -> None:
+    output = shared / "long"
+    with box.start(train_data_dir=photos, output_dir=output, max_train_steps=HOUR_LONG) as process:
+        wait_for_steps(box, process)
+        code, said = box.train(train_data_dir=photos, output_dir=shared / "second")
+        assert (code, "A training runs on box already" in said) == (2, True), said
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, said
+    (checkpoint,) = output.glob("checkpoint-*")
+    steps = (output / "metrics.jsonl").read_text().splitlines()
+    assert checkpoint.name == f"checkpoint-{len(steps)}"
+    assert not any(ranks(host) for host in box.nodes)
+
+
+def test_lost_connection_leaves_the_training_alone(box: Box, shared: Path, photos: Path) -> None:
+    options = {"train_data_dir": photos, "output_dir": shared / "lost", "max_train_steps": HOUR_LONG}
+
+
+def test_failing_training_gives_its_exit_code_and_message(box: Box, shared: Path, photos: Path) -> None:
+    options = {"train_data_dir": photos, "output_dir": shared / "failed", "initializer_token": "notoneword xyzzy"}
+    code, said = box.train(**options)
+    assert code not in (0, 2), said
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"train_data_dir": "/tmp/nothing"}, "No such picture folder: /tmp/nothing"),
+        ({"train_data_dir": "bundled", "on": "other"}, "There is no cluster other in eu-central-1"),
+        ({"train_data_dir": "bundled", "pretrained_model_name_or_path": "./no"}, "No such model folder: ./no"),
+    ],
+)
+def test_what_is_wrong_here_is_said_before_anything_is_sent(
+    box: Box, shared: Path, options: dict[str, object], message: str
+) -> None:
+    code, said = box.train(output_dir=shared / "none", **options)
+    assert code in (1, 2)
+    assert message in said

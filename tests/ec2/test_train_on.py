@@ -13,7 +13,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -134,7 +134,21 @@ def be_cluster(box: Box) -> None:
     for role, host in zip(role_names(3), box.nodes, strict=True):
         id = ids[host.address]
         nodes.append(
-            Node(id, role, "", "running", "", "", "", "", "", host.address, None, spot=False, since=datetime.now(timezone.utc))
+            Node(
+                id,
+                role,
+                "",
+                "running",
+                "",
+                "",
+                "",
+                "",
+                "",
+                host.address,
+                None,
+                spot=False,
+                since=datetime.now(timezone.utc),
+            )
         )
         box.folder.remember([id], host.key.public)
         with host.path(HOME / ".ssh/authorized_keys").open("a") as keys:
@@ -185,7 +199,9 @@ def on_master(box: Box, pattern: str) -> list[Path]:
 def test_results_are_those_of_icom_launch_on_the_master(box: Box, learned: Learned, photos: Path) -> None:
     master = box.nodes[0]
     sent = f"{HOME}/pushed/{on_master(box, 'pushed/my_photos-*')[0].name}"
-    words = [f"--{name}={value}" for name, value in (OPTIONS | {"train_data_dir": sent, "output_dir": "/tmp/o"}).items()]
+    words = [
+        f"--{name}={value}" for name, value in (OPTIONS | {"train_data_dir": sent, "output_dir": "/tmp/o"}).items()
+    ]
     line = shlex.join(["icom", "launch", "mpirun", "--hosts", f"{HOME}/hosts", "--", *words])
     typed = master.run(["bash", "-lc", f"cd ~/icom && {line}"], {"PATH": os.environ["PATH"]})
     assert typed.returncode == 0, typed
@@ -246,17 +262,27 @@ def test_own_model_and_a_worker_that_lacks_it(box: Box, shared: Path) -> None:
     assert yaml.safe_load((output / "config.yaml").read_text())["pretrained_model_name_or_path"] == str(model)
 
 
-def wait_for_steps(box: Box, process: Command) -> None:
-    deadline = time.monotonic() + 60
-    while not any(path.read_text().count("\n") >= 2 for path in on_master(box, "runs/*/long/metrics.jsonl")):
-        assert time.monotonic() < deadline and process.poll() is None, process.communicate()[0]
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 90
+    while not condition():
+        assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+def wait_for_steps(box: Box, process: Command, name: str) -> None:
+    """Until the run that writes to a folder of that name has made two steps."""
+
+    def there() -> bool:
+        assert process.poll() is None, process.communicate()[0]
+        return any(path.read_text().count("\n") >= 2 for path in on_master(box, f"runs/*/{name}/metrics.jsonl"))
+
+    wait_until(there)
 
 
 def test_ctrl_c_saves_and_fetches_and_nobody_trains_beside(box: Box, shared: Path, photos: Path) -> None:
     output = shared / "long"
     with box.start(train_data_dir=photos, output_dir=output, max_train_steps=HOUR_LONG) as process:
-        wait_for_steps(box, process)
+        wait_for_steps(box, process, output.name)
         code, said = box.train(train_data_dir=photos, output_dir=shared / "second")
         assert (code, "A training runs on box already" in said) == (2, True), said
         process.send_signal(signal.SIGINT)
@@ -269,7 +295,22 @@ def test_ctrl_c_saves_and_fetches_and_nobody_trains_beside(box: Box, shared: Pat
 
 
 def test_lost_connection_leaves_the_training_alone(box: Box, shared: Path, photos: Path) -> None:
-    options = {"train_data_dir": photos, "output_dir": shared / "lost", "max_train_steps": HOUR_LONG}
+    """The lines that icom then prints are those that see, stop and fetch it."""
+    output, master = shared / "long" / "lost", box.nodes[0]
+    with box.start(train_data_dir=photos, output_dir=output, max_train_steps=HOUR_LONG) as process:
+        wait_for_steps(box, process, output.name)
+        master.kill_sshd()
+        said, _ = process.communicate(timeout=60)
+    master.start_sshd()
+    assert process.returncode == 1, said
+    assert ranks(master), said
+    stop, fetch = (line.partition(": ")[2].strip() for line in said.splitlines()[-2:])
+    for line in (stop, fetch):
+        shell = line.replace("icom", f"{sys.executable} -m icom", 1)
+        done = box.laptop.run(["bash", "-c", shell], box.environment, ROOT)
+        assert done.returncode == 0, done
+        wait_until(lambda: not any(ranks(host) for host in box.nodes))
+    assert list(output.glob("checkpoint-*"))
 
 
 def test_failing_training_gives_its_exit_code_and_message(box: Box, shared: Path, photos: Path) -> None:

@@ -35,7 +35,8 @@ ASK_SECONDS = 0.2
 
 # The kernel lets go of the lock when the last process that inherited it ends, whatever became of it.
 LOCK = "mkdir -p runs; exec 9>>runs/lock; flock -n 9"
-LOOK = f'echo "$HOME"; {LOCK} || cat runs/lock'
+# $1: the run's output folder.
+LOOK = f'echo "$HOME"; [ -d "runs/$1" ] && echo known || echo new; {LOCK} || cat runs/lock'
 # $1: the run. $2…: training options. A job with `set -m` gets a process group of its own, in which signals are not
 # ignored. The shell that waits there for the exit code does not end from them.
 TRAIN = f"""
@@ -46,9 +47,13 @@ mkdir -p "runs/$run"; cd "runs/$run"; rm -f exit; touch started; : > log
 set -m
 {{
     trap : INT TERM
-    echo "$BASHPID $run" > ../lock
+    group=$BASHPID
+    echo "$group $run" > ../lock
     bash -lc 'cd ~/icom && exec icom launch mpirun --hosts ~/hosts -- "$@"' icom "$@"
-    echo $? > exit.new; mv exit.new exit
+    echo $? > exit.new
+    # Intel's mpirun is a script that ends from a signal before what it started, which still saves.
+    while pgrep --pgroup "$group" > group; [ "$(wc -l < group)" -gt 1 ]; do sleep 0.1; done
+    mv exit.new exit
 }} >> log 2>&1 < /dev/null &
 exec 9>&-
 tail -n +1 -s 0.2 -f --pid=$! log
@@ -57,8 +62,9 @@ exit  # bash would become tail in its last command, and nobody would collect the
 STOP = f"""
 {LOCK} && exit 0
 read -r pid run < runs/lock
-[ "$run" != "$1" ] || kill -s "$2" -- "-$pid"
+[ "$run" != "$1" ] || kill -s INT -- "-$pid"
 """
+STOP_BY_HAND = "'kill -s INT -- -$(cut -d\" \" -f1 runs/lock)'"  # dash takes no -- after -INT
 # The exit code, if it has ended, and a file that it wrote, if there is one.
 END = 'cd "runs/$1" && cat exit 2>/dev/null; find "./$2" -newer started -type f -print -quit 2>/dev/null; true'
 
@@ -89,7 +95,7 @@ class Run:
         return (
             f"The training may go on on {self.cluster}.\n"
             f"  see it:   {on} tail -n 20 -f runs/{self.id}/log\n"
-            f"  stop it:  {on} 'kill -INT -- -$(cut -d\" \" -f1 runs/lock)'\n"
+            f"  stop it:  {on} {STOP_BY_HAND}\n"
             f"  fetch it: icom pull --cluster {self.cluster} {source} {target}"
         )
 
@@ -110,7 +116,7 @@ def train_on(config: TrainConfig) -> None:
     run = Run(config.on, hashlib.sha256(str(output).encode()).hexdigest()[:12], output)
     folder = reach(WhereConfig(cluster=config.on), None)
     way = Way(folder.ssh_config, ssh_names(config.on, MASTER)[0])
-    home = _look(way, run)
+    home = _look(way, run, config.resume_from_checkpoint)
     there: dict[str, Any] = {option: f"{home}/pushed/{some.name}" for option, some in inputs.items()}
     there["output_dir"] = f"{home}/runs/{run.id}/{run.name}"
     resume = there.pop("resume_from_checkpoint", config.resume_from_checkpoint)
@@ -181,20 +187,24 @@ def _token(config: TrainConfig) -> str:
     return config.hub_token or get_token() or ""
 
 
-def _look(way: Way, run: Run) -> str:
+def _look(way: Way, run: Run, resume: str | None) -> str:
     """The home folder on the nodes.
 
     Raises:
-        UsageError: a training runs there.
+        UsageError: a training runs there, or does not have what is to be resumed.
     """
-    home, *trains = way.ask("Asking whether it trains", LOOK).splitlines()
+    home, folder, *trains = way.ask("Asking whether it trains", LOOK, f"{run.id}/{run.name}").splitlines()
     if trains:
         _, _, other = trains[0].rpartition(" ")
         raise UsageError(
             f"A training runs on {run.cluster} already. See it: icom run --cluster {run.cluster} -- tail -n 20 -f "
-            f"runs/{other}/log. Stop it: icom run --cluster {run.cluster} -- "
-            "'kill -INT -- -$(cut -d\" \" -f1 runs/lock)'. What it saves: "
+            f"runs/{other}/log. Stop it: icom run --cluster {run.cluster} -- {STOP_BY_HAND}. What it saves: "
             f"icom pull --cluster {run.cluster} runs/{other}"
+        )
+    if folder == "new" and resume == "latest" and any(run.output.glob("checkpoint-*")):
+        raise UsageError(
+            f"{run.cluster} has never trained into {run.output}, which has checkpoints: `latest` would start anew. "
+            f"Name the one to send: --resume_from_checkpoint {shlex.quote(str(run.output / 'checkpoint-N'))}"
         )
     return home
 
@@ -219,8 +229,7 @@ def _train(way: Way, run: Run, options: list[str], token: str) -> int | None:
                 while process.poll() is None:
                     if stop.signal_number is not None and sent is None:
                         sent = stop.signal_number
-                        name = signal.Signals(sent).name.removeprefix("SIG")
-                        way.ask("Stopping the training", STOP, run.id, name)
+                        way.ask("Stopping the training", STOP, run.id)
                     _wait(process)
         except BrokenPipeError:
             process.wait()

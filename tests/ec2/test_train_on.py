@@ -329,3 +329,12 @@ def test_what_is_wrong_here_is_said_before_anything_is_sent(
     code, said = box.train(output_dir=shared / "none", **options)
     assert code in (1, 2)
     assert message in said
+
+
+def test_latest_of_a_cluster_that_is_gone_is_not_nothing(box: Box, shared: Path, photos: Path) -> None:
+    """The checkpoints are here, but not on the new master."""
+    (output := shared / "old").mkdir()
+    (output / "checkpoint-5").mkdir()
+    code, said = box.train(train_data_dir=photos, output_dir=output, resume_from_checkpoint="latest")
+    assert code == 2
+    assert f"--resume_from_checkpoint {output / 'checkpoint-N'}" in said

@@ -111,6 +111,11 @@ def run(argv: list[str]) -> None:
 
             print(to_yaml(config), end="")
             return
+        if config.on:
+            from provisioning.train_on import train_on
+
+            train_on(config)
+            return
     if isinstance(config, ProvisionConfig):
         config = load_provision_config(config, given_options(argv, ProvisionConfig))
     for options, target in COMMANDS.values():

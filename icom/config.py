@@ -183,6 +183,8 @@ class TrainConfig:
     """YAML file with these options; flags go before it. ${…} interpolates, ??? marks what has to be given."""
     print_config: bool = False
     """Print the effective configuration as YAML and stop."""
+    on: str | None = None
+    """Train on this cluster of `icom provision`: pictures and models go there, --output_dir comes back."""
 
 
 @dataclass(kw_only=True)
@@ -366,7 +368,8 @@ def read_yaml(path: str) -> dict[str, Any]:
         raise UsageError(f"{path} has to hold `option: value` lines.")
     container = OmegaConf.to_container(loaded, resolve=False)
     assert isinstance(container, dict)
-    return {str(key): value for key, value in container.items()}
+    # The key `on` is true to YAML.
+    return {"on" if key is True else str(key): value for key, value in container.items()}
 
 
 def _explain_omegaconf(error: Exception, path: str | None) -> str:
@@ -440,7 +443,7 @@ def check_placeholder(token: str) -> None:
 
 
 SECRETS = ("hub_token",)
-OF_THE_COMMAND = ("config", "print_config", "resume_from_checkpoint")
+OF_THE_COMMAND = ("config", "print_config", "on", "resume_from_checkpoint")
 """Fields that steer one invocation and say nothing about the run."""
 
 

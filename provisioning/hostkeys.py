@@ -14,7 +14,7 @@ from pathlib import Path
 
 from icom.errors import UsageError
 from icom.files import write_atomically
-from provisioning.cluster import Node
+from provisioning.cluster import MASTER, Node, resource_name
 
 
 @dataclass(frozen=True)
@@ -114,11 +114,11 @@ class Folder:
         return False
 
     def write_ssh_config(self, nodes: tuple[Node, ...], user: str, identity: Path) -> None:
-        """A config for `ssh -F` with one Host per node, that trusts the recorded keys and nothing else."""
+        """A config for `ssh -F` and Include with one Host per node, that trusts the recorded keys and nothing else."""
         blocks = []
         for node in nodes:
             blocks.append(
-                f"Host {node.role}\n"
+                f"Host {' '.join(ssh_names(self.path.name, node.role))}\n"
                 f"  HostName {node.public_ip or node.private_ip}\n"
                 f"  HostKeyAlias {node.id}\n"
                 f"  User {user}\n"
@@ -152,11 +152,26 @@ class Folder:
             raise UsageError(f"Others can read the private key {self.key}. Close it: chmod 600 {self.key}")
 
 
-def folder_of(account: str, region: str, cluster: str) -> Folder:
-    """ACCOUNT/REGION/NAME in $ICOM_CLUSTERS_DIR, $XDG_DATA_HOME/icom/clusters or ~/.local/share/icom/clusters."""
+def ssh_names(cluster: str, role: str) -> list[str]:
+    """What ssh calls a node: icom-NAME-worker-1; the master also answers to icom-NAME. Distinct across clusters."""
+    name = resource_name(cluster)
+    return [f"{name}-{role}", *([name] if role == MASTER else [])]
+
+
+def clusters_folder() -> Path:
+    """$ICOM_CLUSTERS_DIR, else $XDG_DATA_HOME/icom/clusters, else ~/.local/share/icom/clusters; absolute."""
     own = os.environ.get("ICOM_CLUSTERS_DIR")
     data = Path(os.environ.get("XDG_DATA_HOME") or "~/.local/share").expanduser() / "icom" / "clusters"
-    return Folder((Path(own).expanduser() if own else data) / account / region / cluster)
+    return (Path(own).expanduser() if own else data).absolute()
+
+
+def folder_of(account: str, region: str, cluster: str) -> Folder:
+    """The folder of a cluster below `clusters_folder`."""
+    return Folder(clusters_folder() / account / region / cluster)
+
+
+SSH_CONFIGS = "*/*/*/ssh_config"
+"""Where the ssh configs of all clusters are, below `clusters_folder`: as deep as `folder_of` makes them."""
 
 
 def unborn_name(run: str, role: str) -> str:

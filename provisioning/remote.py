@@ -10,66 +10,71 @@ from typing import NoReturn
 from icom.errors import IcomError, UsageError
 from provisioning.aws import connect, explained, filters
 from provisioning.cluster import find_nodes
-from provisioning.config import (
-    PullConfig,
-    PushConfig,
-    RunConfig,
-    SshConfig,
-    check_cluster_name,
-)
-from provisioning.hostkeys import Folder, folder_of
+from provisioning.config import PullConfig, PushConfig, RunConfig, SshConfig, WhereConfig, check_cluster_name
+from provisioning.hostkeys import Folder, folder_of, ssh_names
 
 
 def ssh(config: SshConfig) -> NoReturn:
     """`icom ssh`."""
-    folder = _folder(config)
-    _become(["ssh", "-F", str(folder.ssh_config), "--", config.node])
+    folder = reach(config, config.node)
+    _become(["ssh", "-F", str(folder.ssh_config), "--", _name(config)])
 
 
 def run(config: RunConfig) -> NoReturn:
     """`icom run`."""
     if not config.command:
         raise UsageError("What is to be run? For instance: icom run -- mpirun -f hosts hostname")
-    folder = _folder(config)
+    folder = reach(config, config.node)
     line = config.command[0] if len(config.command) == 1 else shlex.join(config.command)
-    _become(["ssh", "-F", str(folder.ssh_config), "--", config.node, line])
+    _become(["ssh", "-F", str(folder.ssh_config), "--", _name(config), line])
 
 
 def push(config: PushConfig) -> NoReturn:
     """`icom push`."""
-    folder = _folder(config)
-    _become(["scp", "-r", "-p", "-F", str(folder.ssh_config), "--", config.source, f"{config.node}:{config.target}"])
+    folder = reach(config, config.node)
+    _become(["scp", "-r", "-p", "-F", str(folder.ssh_config), "--", config.source, f"{_name(config)}:{config.target}"])
 
 
 def pull(config: PullConfig) -> NoReturn:
     """`icom pull`."""
-    folder = _folder(config)
-    _become(["scp", "-r", "-p", "-F", str(folder.ssh_config), "--", f"{config.node}:{config.source}", config.target])
+    folder = reach(config, config.node)
+    _become(["scp", "-r", "-p", "-F", str(folder.ssh_config), "--", f"{_name(config)}:{config.source}", config.target])
 
 
-def _folder(config: SshConfig | RunConfig | PushConfig | PullConfig) -> Folder:
+def reach(where: WhereConfig, node: str | None) -> Folder:
     """The cluster's folder, with the addresses of today in its ssh config.
 
+    Args:
+        where: the cluster.
+        node: the role of the node that has to run; None: all of them.
+
     Raises:
-        UsageError: the cluster was not made on this computer, has no such node, or the node does not run.
+        UsageError: there is no such cluster, it was not made on this computer, has no such node, or a node does not
+            run.
     """
-    check_cluster_name(config.cluster)
+    check_cluster_name(where.cluster)
     with explained():
-        aws = connect(config.region, config.profile)
-        folder = folder_of(aws.account, aws.region, config.cluster)
-        nodes = find_nodes(aws, filters(tag_cluster=config.cluster))
+        aws = connect(where.region, where.profile)
+        folder = folder_of(aws.account, aws.region, where.cluster)
+        nodes = find_nodes(aws, filters(tag_cluster=where.cluster))
     states = {node.role: node.state for node in nodes}
-    state = states.get(config.node)
     if not states:
-        raise UsageError(f"There is no cluster {config.cluster} in {aws.region}.")
-    if state is None:
-        raise UsageError(f"{config.cluster} has no node {config.node}. It has: {', '.join(states)}.")
-    if state != "running":
-        raise UsageError(f"{config.node} is {state}. icom start --cluster {config.cluster} starts a stopped cluster.")
+        raise UsageError(f"There is no cluster {where.cluster} in {aws.region}.")
+    if node is not None and node not in states:
+        raise UsageError(f"{where.cluster} has no node {node}. It has: {', '.join(states)}.")
+    for role in states if node is None else [node]:
+        if states[role] != "running":
+            raise UsageError(
+                f"{role} is {states[role]}. icom start --cluster {where.cluster} starts a stopped cluster."
+            )
     if not folder.ssh_config.exists():
-        raise UsageError(f"{config.cluster} was not made on this computer, which has no key for it.")
+        raise UsageError(f"{where.cluster} was not made on this computer, which has no key for it.")
     folder.update_addresses(tuple(nodes))
     return folder
+
+
+def _name(config: SshConfig | RunConfig | PushConfig | PullConfig) -> str:
+    return ssh_names(config.cluster, config.node)[0]
 
 
 def _become(words: list[str]) -> NoReturn:

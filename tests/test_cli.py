@@ -73,6 +73,7 @@ SURFACE = {
             "num_comparison_images",
             "config",
             "print_config",
+            "on",
         ),
     },
     "generate": {
@@ -223,6 +224,16 @@ def test_print_config_runs_again_as_it_is(tmp_path: Path, icom: Icom) -> None:
     again = icom("train", "--config", str(tmp_path / "run.yaml"), "--print_config")
     assert again.out == printed.out
     assert yaml.safe_load(again.out)["seed"] == 7
+
+
+def test_on_is_an_option_in_a_file_and_no_part_of_the_run(tmp_path: Path) -> None:
+    """YAML takes the bare word for true."""
+    file = tmp_path / "run.yaml"
+    file.write_text("on: box\ntrain_data_dir: x\nplaceholder_token: <x>\ninitializer_token: toy\n")
+    parsed = parse(["train", "--config", str(file)])
+    config = load_train_config(parsed.config, parsed, ["config"])
+    assert config.on == "box"
+    assert "box" not in to_yaml(config)
 
 
 def test_required_marks_in_a_file(tmp_path: Path, icom: Icom) -> None:

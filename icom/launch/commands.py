@@ -105,7 +105,10 @@ def training_config(options: tuple[str, ...]) -> TrainConfig:
             "No training options. They come after `--`: icom launch mpirun --hosts hosts -- --config run.yaml"
         )
     flags = parse(["train", *options])
-    return load_train_config(flags.config, flags, given_options(options))
+    training = load_train_config(flags.config, flags, given_options(options))
+    if training.on:
+        raise UsageError("--on is for `icom train` on your own computer; the cluster's nodes are in --hosts.")
+    return training
 
 
 def _accelerate_config(given: str | None) -> Path:

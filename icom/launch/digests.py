@@ -49,7 +49,7 @@ def model(name: str, tokenizer_name: str | None, revision: str | None, variant: 
     elif not models.is_hub_id(name):
         folder = models.find(name, tokenizer_name=tokenizer_name, variant=variant).folder
         assert folder is not None
-        found.insert(0, of_files(folder, _model_files(folder, variant, own_tokenizer=not tokenizer_name)))
+        found.insert(0, of_files(folder, model_files(folder, variant, own_tokenizer=not tokenizer_name)))
     else:
         snapshot = _cached(name, revision)
         try:
@@ -84,7 +84,7 @@ def file(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _model_files(folder: Path, variant: str | None, *, own_tokenizer: bool) -> list[Path]:
+def model_files(folder: Path, variant: str | None, *, own_tokenizer: bool) -> list[Path]:
     """What a run loads: of the weights, those of the variant."""
     parts = _PARTS if own_tokenizer else _PARTS[:-1]
     files = [path for part in parts for path in (folder / part).glob("*") if path.suffix in _SUFFIXES]
@@ -105,7 +105,12 @@ def _tokenizer(name: str) -> str:
         return f"tokenizer commit {_cached(name, None).name}"
     if not folder.is_dir():
         raise IcomError(f"No such tokenizer folder: {name}.")
-    return f"tokenizer {of_files(folder, (path for path in folder.iterdir() if path.suffix in _SUFFIXES))}"
+    return f"tokenizer {of_files(folder, tokenizer_files(folder))}"
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """What a run loads of a folder that --tokenizer_name names."""
+    return [path for path in folder.iterdir() if path.suffix in _SUFFIXES]
 
 
 def _cached(name: str, revision: str | None) -> Path:

@@ -110,7 +110,9 @@ def test_ssh_knows_the_keys_that_the_nodes_got(provision: Icom, ec2: Any, nodes:
         host_key.write_text(data["ssh_keys"]["ed25519_private"])
         host_key.chmod(0o600)
         assert output_of("ssh-keygen", "-y", "-f", host_key).strip() == data["ssh_keys"]["ed25519_public"]
-        config = output_of("ssh", "-G", "-F", folder / "ssh_config", tags(node)["icom:role"]).splitlines()
+        config = output_of(
+            "ssh", "-G", "-F", folder / "ssh_config", f"icom-keys-{tags(node)['icom:role']}"
+        ).splitlines()
         assert f"hostname {node['PublicIpAddress']}" in config
         assert f"hostkeyalias {node['InstanceId']}" in config
         for line in ("stricthostkeychecking true", "batchmode yes", "connecttimeout 10", "serveraliveinterval 15"):

@@ -38,7 +38,7 @@ def test_three_nodes_that_mpirun_can_use(box: Box, tmp_path: Path) -> None:
 
     mpirun = master.run(["mpirun.mpich", "-iface", "eth0", "-f", "hosts", "-n", "3", "-ppn", "1", "hostname"])
     assert sorted(mpirun.stdout.split()) == sorted(host.name for host in (master, first, second)), mpirun
-    by_config = box.laptop.run(["ssh", "-F", folder / "ssh_config", "worker-2", "hostname"])
+    by_config = box.laptop.run(["ssh", "-F", folder / "ssh_config", "icom-box-worker-2", "hostname"])
     assert by_config.stdout.strip() == second.name, by_config
 
     ran = box.icom("run", "--cluster", "box", "--node", "worker-1", "--", "echo it; echo that >&2; exit 7")

@@ -1,0 +1,284 @@
+"""`icom train --on CLUSTER`: what a training needs goes to the nodes, mpirun trains on all, the results come back.
+
+The training does not depend on the connection: it runs on the master with its output in a file, which is shown here
+while it grows. What of it is where: `~/pushed/NAME-DIGEST` (inputs, on all nodes), `~/runs/DIGEST` (on the master):
+the run's folder, its output `log` and its `exit` code. `~/runs/lock` is locked by whatever belongs to a training.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from icom.config import TrainConfig, load_train_config, to_yaml
+from icom.errors import IcomError, Stopped, UsageError
+from icom.files import make_writable_folder, write_atomically
+from icom.signals import StopRequest
+from provisioning.cluster import MASTER
+from provisioning.config import WhereConfig
+from provisioning.hostkeys import ssh_names
+from provisioning.remote import reach
+from provisioning.transfer import Parcel, Way, fetch, parcel, send
+
+BUSY = 75
+ASK_SECONDS = 0.2
+
+# The kernel lets go of the lock when the last process that inherited it ends, whatever became of it.
+LOCK = "mkdir -p runs; exec 9>>runs/lock; flock -n 9"
+# $1: the run's output folder.
+LOOK = f'echo "$HOME"; [ -d "runs/$1" ] && echo known || echo new; {LOCK} || cat runs/lock'
+# $1: the run. $2…: training options. A job with `set -m` gets a process group of its own, in which signals are not
+# ignored. The shell that waits there for the exit code does not end from them.
+TRAIN = f"""
+{LOCK} || exit {BUSY}
+IFS= read -r HF_TOKEN; [ -z "$HF_TOKEN" ] && unset HF_TOKEN || export HF_TOKEN
+run=$1; shift
+mkdir -p "runs/$run"; cd "runs/$run"; rm -f exit; touch started; : > log
+set -m
+{{
+    trap : INT TERM
+    group=$BASHPID
+    echo "$group $run" > ../lock
+    bash -lc 'cd ~/icom && exec icom launch mpirun --hosts ~/hosts -- "$@"' icom "$@"
+    echo $? > exit.new
+    # Intel's mpirun is a script that ends from a signal before what it started, which still saves.
+    while pgrep --pgroup "$group" > group; [ "$(wc -l < group)" -gt 1 ]; do sleep 0.1; done
+    mv exit.new exit
+}} >> log 2>&1 < /dev/null &
+exec 9>&-
+tail -n +1 -s 0.2 -f --pid=$! log
+exit  # bash would become tail in its last command, and nobody would collect the job, for whose end tail waits
+"""
+STOP = f"""
+{LOCK} && exit 0
+read -r pid run < runs/lock
+[ "$run" != "$1" ] || kill -s INT -- "-$pid"
+"""
+STOP_BY_HAND = "'kill -s INT -- -$(cut -d\" \" -f1 runs/lock)'"  # dash takes no -- after -INT
+# The exit code, if it has ended, and a file that it wrote, if there is one.
+END = 'cd "runs/$1" && cat exit 2>/dev/null; find "./$2" -newer started -type f -print -quit 2>/dev/null; true'
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training on a cluster.
+
+    Attributes:
+        cluster: its name.
+        id: of its folder in ~/runs on the master; the same for the same --output_dir here.
+        output: --output_dir, here.
+    """
+
+    cluster: str
+    id: str
+    output: Path
+
+    @property
+    def name(self) -> str:
+        """Of the output folder on the master, in the run's: model cards and the Hub show it."""
+        return self.output.name or "run"
+
+    def goes_on(self) -> str:
+        """How to go on by hand with a training that has lost us."""
+        on = f"icom run --cluster {self.cluster} --"
+        source, target = shlex.quote(f"runs/{self.id}/{self.name}"), shlex.quote(str(self.output.parent))
+        return (
+            f"The training may go on on {self.cluster}.\n"
+            f"  see it:   {on} tail -n 20 -f runs/{self.id}/log\n"
+            f"  stop it:  {on} {STOP_BY_HAND}\n"
+            f"  fetch it: icom pull --cluster {self.cluster} {source} {target}"
+        )
+
+
+def train_on(config: TrainConfig) -> None:
+    """`icom train --on`. The options have been checked.
+
+    Raises:
+        UsageError: there is no such cluster here, or it does not run; nothing was sent.
+        IcomError: something here or there is no good, the connection broke, or the training failed, whose exit code
+            it has.
+        Stopped: a signal came; the training saved, and what it saved is here.
+    """
+    assert config.on
+    inputs = _inputs(config)
+    make_writable_folder(Path(config.output_dir))
+    output = Path(config.output_dir).resolve()
+    run = Run(config.on, hashlib.sha256(str(output).encode()).hexdigest()[:12], output)
+    folder = reach(WhereConfig(cluster=config.on), None)
+    way = Way(folder.ssh_config, ssh_names(config.on, MASTER)[0])
+    home = _look(way, run, config.resume_from_checkpoint)
+    there: dict[str, Any] = {option: f"{home}/pushed/{some.name}" for option, some in inputs.items()}
+    there["output_dir"] = f"{home}/runs/{run.id}/{run.name}"
+    resume = there.pop("resume_from_checkpoint", config.resume_from_checkpoint)
+    with tempfile.TemporaryDirectory() as place:
+        (file := Path(place, "config.yaml")).write_text(to_yaml(replace(config, **there)))
+        options = parcel("the configuration", Path(place), [file])
+        options = replace(options, name=f"config-{options.name[-16:]}")
+        send(way, [*inputs.values(), options], _say)
+    words = ["--config", f"{home}/pushed/{options.name}/{file.name}"]
+    words += ["--resume_from_checkpoint", resume] if resume else []
+    with _second_signal_leaves(run):
+        stopped_by = _train(way, run, words, _token(config))
+        code, wrote = _end(way, run)
+        if wrote:
+            count = fetch(way, f"runs/{run.id}", run.name, run.output)
+            _speak_of_here(run.output / "config.yaml", config)
+            _say(f"fetched {count} files into {config.output_dir}")
+    if stopped_by is not None:
+        raise Stopped(f"Stopped the training on {run.cluster}.", stopped_by)
+    if code:
+        error = IcomError(f"The training on {run.cluster} failed.")
+        error.exit_code = code
+        raise error
+
+
+def _say(text: str) -> None:
+    print(f"icom: {text}", file=sys.stderr, flush=True)
+
+
+def _inputs(config: TrainConfig) -> dict[str, Parcel]:
+    """What is on this computer and has to be on the nodes: option -> files. Checked here as every rank will.
+
+    Raises:
+        IcomError: pictures or a model are no good.
+    """
+    from icom import models
+    from icom.images import list_pictures
+    from icom.launch import digests
+
+    found = {}
+    pictures = [picture.path for picture in list_pictures(config.train_data_dir)]
+    if config.train_data_dir.partition(":")[0] != "bundled":
+        found["train_data_dir"] = parcel("the pictures", pictures[0].parent, pictures)
+    model, tokenizer = config.pretrained_model_name_or_path, config.tokenizer_name
+    if not models.is_hub_id(model):
+        source = models.find(model, tokenizer_name=None, variant=config.variant)
+        if source.folder and source.folder != models.BUNDLE:
+            files = digests.model_files(source.folder, config.variant, own_tokenizer=not tokenizer)
+            found["pretrained_model_name_or_path"] = parcel("the model", source.folder, files)
+    if tokenizer and not models.is_hub_id(tokenizer):
+        root = Path(tokenizer).expanduser()
+        if not root.is_dir():
+            raise IcomError(f"No such tokenizer folder: {tokenizer}.")
+        found["tokenizer_name"] = parcel("the tokenizer", root, digests.tokenizer_files(root))
+    checkpoint = Path(config.resume_from_checkpoint or "latest").expanduser()
+    if config.resume_from_checkpoint != "latest" and checkpoint.is_dir():
+        files = [path for path in checkpoint.iterdir() if path.is_file()]
+        found["resume_from_checkpoint"] = parcel("the checkpoint", checkpoint, files)
+    return found
+
+
+def _token(config: TrainConfig) -> str:
+    """The token for the upload. It goes through the connection into the environment, not into a file or a command."""
+    if not config.push_to_hub:
+        return ""
+    from huggingface_hub import get_token
+
+    return config.hub_token or get_token() or ""
+
+
+def _look(way: Way, run: Run, resume: str | None) -> str:
+    """The home folder on the nodes.
+
+    Raises:
+        UsageError: a training runs there, or does not have what is to be resumed.
+    """
+    home, folder, *trains = way.ask("Asking whether it trains", LOOK, f"{run.id}/{run.name}").splitlines()
+    if trains:
+        _, _, other = trains[0].rpartition(" ")
+        raise UsageError(
+            f"A training runs on {run.cluster} already. See it: icom run --cluster {run.cluster} -- tail -n 20 -f "
+            f"runs/{other}/log. Stop it: icom run --cluster {run.cluster} -- {STOP_BY_HAND}. What it saves: "
+            f"icom pull --cluster {run.cluster} runs/{other}"
+        )
+    if folder == "new" and resume == "latest" and any(run.output.glob("checkpoint-*")):
+        raise UsageError(
+            f"{run.cluster} has never trained into {run.output}, which has checkpoints: `latest` would start anew. "
+            f"Name the one to send: --resume_from_checkpoint {shlex.quote(str(run.output / 'checkpoint-N'))}"
+        )
+    return home
+
+
+def _train(way: Way, run: Run, options: list[str], token: str) -> int | None:
+    """Start it and show what it says until it ends; the signal that stopped it, if one did.
+
+    Raises:
+        UsageError: another one was quicker.
+    """
+    _say(f"training on {run.cluster}")
+    sys.stdout.flush()
+    words = way.command(TRAIN, run.id, *options)
+    sent = None
+    # In a session of its own: Ctrl-C is for us, who pass it on.
+    with subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdin
+        try:
+            with StopRequest(f"telling the training on {run.cluster} to save and end; then its results come") as stop:
+                process.stdin.write(f"{token}\n".encode())
+                process.stdin.close()
+                while process.poll() is None:
+                    if stop.signal_number is not None and sent is None:
+                        sent = stop.signal_number
+                        way.ask("Stopping the training", STOP, run.id)
+                    _wait(process)
+        except BrokenPipeError:
+            process.wait()
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode == BUSY:
+        raise UsageError(f"Another training was quicker to start on {run.cluster}; nothing was started.")
+    return sent
+
+
+def _wait(process: subprocess.Popen[bytes]) -> None:
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(ASK_SECONDS)
+
+
+def _end(way: Way, run: Run) -> tuple[int, bool]:
+    """Its exit code, and whether it wrote anything.
+
+    Raises:
+        IcomError: the connection broke.
+    """
+    try:
+        said = way.ask("Asking how it ended", END, run.id, run.name).splitlines()
+    except IcomError as error:
+        raise IcomError(f"{error}\n{run.goes_on()}") from error
+    if not said or not said[0].isdigit():
+        raise IcomError(f"Lost the connection to {way.host}. {run.goes_on()}")
+    return int(said[0]), len(said) > 1
+
+
+def _speak_of_here(path: Path, config: TrainConfig) -> None:
+    """Put this computer's names of inputs and output into config.yaml, which `icom generate` and `icom train` read."""
+    if path.exists():
+        places = ("train_data_dir", "pretrained_model_name_or_path", "tokenizer_name", "output_dir")
+        here = {name: getattr(config, name) for name in places}
+        write_atomically(path, to_yaml(replace(load_train_config(str(path), config, []), **here)).encode())
+
+
+@contextmanager
+def _second_signal_leaves(run: Run) -> Iterator[None]:
+    """Inside, a signal that nobody else waits for ends this command, with word of how to go on."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise Stopped(f"Left at once. {run.goes_on()}", number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,200 @@
+"""Files to all nodes of a cluster and back: tar through OpenSSH, each folder once."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import tarfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from icom.errors import IcomError
+from icom.files import write_error
+from icom.launch import digests
+
+COMPLETE = ".complete"
+"""The last file of a parcel to arrive: without it the parcel is sent again."""
+NO_WAY = 255
+"""Exit code of ssh itself, when there is no connection or no longer one."""
+TAIL_LINES = 12
+
+# Prints which of the parcels are not there.
+LACKING = 'mkdir -p pushed; cd pushed; for name; do [ -e "$name/.complete" ] || echo "$name"; done'
+UNPACK = "tar -xf - -C pushed"
+# All workers at once. What a worker has already is not sent.
+PASS_ON = r"""
+set -eu -o pipefail
+look=$1; shift
+hosts=$(sed 's/#.*//; s/[:[:space:]].*//' hosts | grep -vx -e '' -e localhost || true)
+pass_on() {
+    lacking=$(ssh -n "$1" "set -- $names; $look") || return 1
+    [ -n "$lacking" ] || return 0
+    cd pushed || return 1
+    { find $lacking -type f ! -name .complete -print0; find $lacking -name .complete -print0; } |
+        tar --null --files-from=- -cf - | ssh "$1" 'tar -xf - -C pushed'
+}
+names=$*
+running=
+for host in $hosts; do
+    (pass_on "$host" || { echo "Cannot bring the files to $host." >&2; exit 1; }) &
+    running="$running $!"
+done
+for pid in $running; do wait "$pid"; done
+"""
+BACK = 'cd "$1" && tar -cf - -- "./$2"'
+
+
+@dataclass(frozen=True)
+class Way:
+    """The way to a cluster's master."""
+
+    ssh_config: Path
+    host: str
+
+    def command(self, script: str, *arguments: str) -> list[str]:
+        """The words that run a script for bash in the master's home folder; it finds `arguments` in $1, $2, …"""
+        line = shlex.join(["bash", "-c", script, "icom", *arguments])
+        return ["ssh", "-T", "-F", str(self.ssh_config), "--", self.host, line]
+
+    def ask(self, what: str, script: str, *arguments: str) -> str:
+        """Run a script to its end; what it printed.
+
+        Raises:
+            IcomError: it failed, or there is no way to the master; `what` says what it was for.
+        """
+        done = subprocess.run(
+            self.command(script, *arguments),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=False,
+            text=True,
+            errors="replace",
+        )
+        if done.returncode:
+            raise IcomError(f"{_failed(self, what, done.returncode)}\n  {_last_lines(done.stderr)}")
+        return done.stdout
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """Files that all nodes get, in a folder whose name says what is in it.
+
+    Attributes:
+        what: for the user.
+        root: the folder here.
+        files: below it.
+        name: of the folder in ~/pushed on the nodes.
+    """
+
+    what: str
+    root: Path
+    files: tuple[Path, ...]
+    name: str
+
+
+def parcel(what: str, root: Path, files: Sequence[Path]) -> Parcel:
+    """Read the files once, for their digest.
+
+    Raises:
+        IcomError: a file cannot be read.
+    """
+    readable = re.sub(r"[^A-Za-z0-9._-]", "_", root.resolve().name).lstrip("-.")
+    return Parcel(what, root, tuple(files), f"{readable}-{digests.of_files(root, files)[:16]}")
+
+
+def send(way: Way, parcels: Sequence[Parcel], say: Callable[[str], None]) -> None:
+    """Bring parcels to the master, and from there to all workers; what is there already does not travel again.
+
+    Raises:
+        IcomError: a file cannot be read, or did not arrive.
+    """
+    names = [some.name for some in parcels]
+    asked = way.ask("Looking for what it has", LACKING, *names).split()
+    lacking = [some for some in parcels if some.name in asked]
+    for some in lacking:
+        size = sum(file.stat().st_size for file in some.files)
+        files = "1 file" if len(some.files) == 1 else f"{len(some.files)} files"
+        say(f"sending {some.what} ({files}, {size / 1e6:.1f} MB)")
+    if lacking:
+        _upload(way, lacking)
+    way.ask("Bringing files to the workers", PASS_ON, LACKING, *names)
+
+
+def _upload(way: Way, parcels: Sequence[Parcel]) -> None:
+    with subprocess.Popen(way.command(UNPACK), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
+        assert process.stdin
+        try:
+            with process.stdin, tarfile.open(fileobj=process.stdin, mode="w|") as tar:
+                for some in parcels:
+                    for file in sorted(some.files):
+                        entry = tarfile.TarInfo(f"{some.name}/{file.relative_to(some.root).as_posix()}")
+                        with file.open("rb") as content:
+                            entry.size, entry.mode = file.stat().st_size, 0o644
+                            tar.addfile(entry, content)
+                    tar.addfile(tarfile.TarInfo(f"{some.name}/{COMPLETE}"))
+        except BrokenPipeError:
+            pass  # tar or ssh has ended, and says why
+        except OSError as error:
+            process.kill()
+            raise IcomError(f"Cannot send {file}: {error.strerror or error}.") from error
+    if process.returncode:
+        raise IcomError(_failed(way, "Sending files", process.returncode))
+
+
+def fetch(way: Way, folder: str, name: str, target: Path) -> int:
+    """Bring the files of `folder/name` on the master into `target`; each is whole or the old one. How many they are.
+
+    What `target` has besides stays.
+
+    Raises:
+        IcomError: the connection broke, or a file cannot be written.
+    """
+    count = 0
+    words = way.command(BACK, folder, name)
+    with subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as process:
+        assert process.stdout
+        try:
+            with tarfile.open(fileobj=process.stdout, mode="r|") as tar:
+                for entry in tar:
+                    parts = PurePosixPath(entry.name).parts[1:]
+                    if not entry.isfile() or ".." in parts:
+                        continue  # icom writes neither links nor such names
+                    _write(target.joinpath(*parts), tar, entry)
+                    count += 1
+        except (tarfile.TarError, EOFError) as error:
+            process.kill()
+            raise IcomError(f"{_failed(way, 'Fetching the results', process.wait())} {error}") from error
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode:
+        raise IcomError(_failed(way, "Fetching the results", process.returncode))
+    return count
+
+
+def _write(path: Path, tar: tarfile.TarFile, entry: tarfile.TarInfo) -> None:
+    unfinished = path.with_name(f".{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = tar.extractfile(entry)
+        assert content
+        try:
+            with unfinished.open("wb") as file:
+                shutil.copyfileobj(content, file)
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+    except OSError as error:
+        raise write_error(path, error) from error
+
+
+def _failed(way: Way, what: str, code: int) -> str:
+    why = "ssh has no connection" if code == NO_WAY else f"exit code {code}"
+    return f"{what} failed on {way.host} ({why})."
+
+
+def _last_lines(text: str) -> str:
+    return "\n  ".join(text.strip().splitlines()[-TAIL_LINES:]) or "(no output)"

@@ -28,12 +28,13 @@ SCRIPT = ROOT / "provisioning/scrub.py"
 ID = "i-0123456789abcdef0"
 HOME = "home/ubuntu"
 HEADER = b"PRIVATE KEY-----"
+LARGEST = 1 << 20  # bytes of a file that the script may write: it may not fill the disk with a hole
 Snapshot = dict[str, tuple[int, bytes]]
 """Path -> (mode, content or target of the link) of everything but folders."""
 
 
 def run(root: Path, instance: str = ID) -> CompletedProcess[str]:
-    words = [sys.executable, "-I", str(SCRIPT), "--instance", instance, "--root", str(root)]
+    words = ["prlimit", f"--fsize={LARGEST}", sys.executable, "-I", str(SCRIPT), "--instance", instance, "--root", root]
     return subprocess.run(words, capture_output=True, text=True, check=False)
 
 
@@ -285,7 +286,9 @@ def test_what_was_removed_is_not_on_the_disk_either(machine: Machine) -> None:
     with ExitStack() as stack:
         files = [stack.enter_context((machine.root / path).open("rb", buffering=0)) for path in paths]
         assert all(file.read(1) for file in files)
+        sparse = stack.enter_context((machine.root / "tmp/longer than the disk").open("rb"))
         assert run(machine.root).returncode == 0
+        assert os.fstat(sparse.fileno()).st_size == 0
         for file in files:
             file.seek(0)
             assert not file.read().strip(b"\0")

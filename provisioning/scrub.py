@@ -160,7 +160,7 @@ def below(tree: Tree, top: Path) -> list[Path]:
 
 
 def overwrite(path: Path, content: bytes = b"") -> None:
-    """Put `content` into a file's place, over its own blocks."""
+    """Write `content` and zeros over a file's own blocks; it keeps its length."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "wb") as file:
         info = os.fstat(file.fileno())
         file.write(content)
@@ -169,7 +169,6 @@ def overwrite(path: Path, content: bytes = b"") -> None:
             file.write(bytes(min(LARGEST, rest - done)))
         file.flush()
         os.fdatasync(file.fileno())
-        file.truncate(len(content))
 
 
 def remove(tree: Tree, top: Path) -> int:
@@ -209,6 +208,7 @@ def change(tree: Tree, path: Path, content: bytes) -> int:
     """Give a file another content and keep its place, owner and mode; 1 if that worked."""
     try:
         overwrite(path, content)
+        os.truncate(path, len(content))
     except OSError as error:
         tree.fail(path, error)
         return 0

@@ -238,10 +238,8 @@ class Cluster(Sequence[Host]):
 
     _switch: Space
     _stack: ExitStack
-    _show: tuple[Path, ...]
-    """Folders below /tmp that hosts without `own_root` share with the machine."""
-    _see: tuple[Path, ...]
-    """Folders that the others can read."""
+    _show: tuple[Path, ...]  # folders below /tmp that hosts without `own_root` share with the machine
+    _see: tuple[Path, ...]  # folders that the others can read
     _client: HostKey = field(default_factory=lambda: HostKey.new("test cluster"))
     _hosts: list[Host] = field(default_factory=list)
     _numbers: Iterator[int] = field(default_factory=counting)
@@ -330,7 +328,9 @@ class Cluster(Sequence[Host]):
 
     def _connect(self, host: Host, plug: str) -> None:
         switch = ["nsenter", f"--target={self._switch.pid}", "--net"]
-        pair = ["type", "veth", "peer", "name", plug, "netns", str(host._space.pid)]
+        # Fixed by the address: others remember it, and a host may come back.
+        hardware = "02:00:" + ":".join(f"{int(part):02x}" for part in host.address.split("."))
+        pair = ["type", "veth", "peer", "name", plug, "address", hardware, "netns", str(host._space.pid)]
         call([*switch, "ip", "link", "add", host._port, *pair])
         call([*switch, "ip", "link", "set", host._port, "master", "switch", "up"])
         for words in (

@@ -55,6 +55,7 @@ set -m
     while pgrep --pgroup "$group" > group; [ "$(wc -l < group)" -gt 1 ]; do sleep 0.1; done
     mv exit.new exit
 }} >> log 2>&1 < /dev/null &
+set +m  # else bash tells us when the job is done
 exec 9>&-
 tail -n +1 -s 0.2 -f --pid=$! log
 exit  # bash would become tail in its last command, and nobody would collect the job, for whose end tail waits

@@ -102,7 +102,7 @@ def parcel(what: str, root: Path, files: Sequence[Path]) -> Parcel:
         IcomError: a file cannot be read.
     """
     readable = re.sub(r"[^A-Za-z0-9._-]", "_", root.resolve().name).lstrip("-.")
-    return Parcel(what, root, tuple(files), f"{readable}-{digests.of_files(root, files)[:16]}")
+    return Parcel(what, root, tuple(files), f"{readable or 'folder'}-{digests.of_files(root, files)[:16]}")
 
 
 def send(way: Way, parcels: Sequence[Parcel], say: Callable[[str], None]) -> None:

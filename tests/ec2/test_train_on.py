@@ -296,6 +296,8 @@ def test_lost_connection_leaves_the_training_alone(box: Box, shared: Path, photo
         wait_for_steps(box, process, output.name)
         master.kill_sshd()
         said, _ = process.communicate(timeout=60)
+    with master.path("/run/ssh/config").open("a") as settings:  # as systems have it, for scp
+        settings.write("Subsystem sftp internal-sftp\n")
     master.start_sshd()
     assert process.returncode == 1, said
     assert ranks(master), said
@@ -310,8 +312,10 @@ def test_lost_connection_leaves_the_training_alone(box: Box, shared: Path, photo
 
 def test_failing_training_gives_its_exit_code_and_message(box: Box, shared: Path, photos: Path) -> None:
     code, said = box.train(train_data_dir=photos, output_dir=shared / "failed", learning_rate=1e30)
-    assert code == 1, said
     assert "The loss became nan" in said
+    (told,) = box.nodes[0].path(HOME).glob("runs/*/failed/../exit")  # Intel's mpirun makes 255 of an icom's 1
+    assert code == int(told.read_text()) != 0
+    assert "Done" not in said
     assert "The training on box failed." in said
 
 

@@ -40,5 +40,6 @@ def build(aws: Aws, plan: Plan, cluster: Cluster, login: Login, launches: Launch
         placement_group(aws, plan, say)
     if plan.roles:
         launch_somewhere(aws, plan, group, client_key, login.folder, launches, say)
-    wait_until_running(aws, plan, say)
+    if plan.roles or plan.there:
+        wait_until_running(aws, plan, say)
     return find_cluster(aws, plan.config.cluster)

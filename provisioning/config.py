@@ -91,6 +91,8 @@ class ProvisionConfig(InstanceConfig):
     """The nodes end themselves (are terminated) so many hours after this command, whatever happens to your computer."""
     setup: bool = True
     """Set the nodes up for training. Without it they are instances of the base image that run."""
+    ssh_include: bool = True
+    """Add one line to ~/.ssh/config, so that `ssh icom-NAME` and editors find the nodes. `icom teardown` removes it."""
     config: str | None = None
     """YAML file with these options; flags go first."""
 

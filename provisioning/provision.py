@@ -20,6 +20,7 @@ from provisioning.nodes import set_up
 from provisioning.plan import Plan, is_complete, make_plan, missing_roles, plan_table
 from provisioning.progress import Progress
 from provisioning.ssh import Login
+from provisioning.sshinclude import add_include
 from provisioning.survey import survey
 from provisioning.teardown import confirm, remove, settle
 
@@ -64,11 +65,11 @@ def _make(config: ProvisionConfig, only_image: bool) -> None:
     with explained():
         aws = connect(config.region, config.profile, check)
         folder = folder_of(aws.account, aws.region, config.cluster)
-        cluster = find_cluster(aws, config.cluster)
-        missing = [] if only_image else missing_roles(config, cluster)
-        found = survey(aws, config, cluster, len(missing), only_image)
-        key_here = folder.has_key(cluster.key["PublicKey"] if cluster.key else "")
-        plan = make_plan(config, cluster, found, key_here, only_image)
+        before = find_cluster(aws, config.cluster)
+        missing = [] if only_image else missing_roles(config, before)
+        found = survey(aws, config, before, len(missing), only_image)
+        key_here = folder.has_key(before.key["PublicKey"] if before.key else "")
+        plan = make_plan(config, before, found, key_here, only_image)
         if only_image and not plan.bake:
             print(f"Nothing to do: image {plan.image.id} has this content ({plan.image.state}).")
             return
@@ -86,7 +87,7 @@ def _make(config: ProvisionConfig, only_image: bool) -> None:
         login = Login(folder, config.ssh_user, key_file(config) if config.key_name else folder.key)
         with stop:  # only from here on is there anything to remove
             try:
-                cluster = build(aws, plan, cluster, login, launches, progress)
+                cluster = build(aws, plan, before, login, launches, progress)
                 strangers = [node for node in cluster.nodes if not folder.settle(node)]
                 folder.write_ssh_config(cluster.nodes, login.user, login.identity)  # also for who looks at a failure
                 if config.setup and not only_image:
@@ -95,13 +96,16 @@ def _make(config: ProvisionConfig, only_image: bool) -> None:
             except BaseException as error:
                 removing = True
                 add_console(aws, error)
-                _after_failure(aws, plan, launches, error, _say_if_heard)
+                if _after_failure(aws, plan, launches, error, _say_if_heard) and before.empty:
+                    folder.remove()
                 raise
             if only_image:
                 _remove_all_but_image(aws, plan)
                 if not cluster.nodes:
                     folder.remove()
                 return
+        if config.ssh_include:
+            add_include()
         _finish(config, plan, cluster, strangers)
 
 
@@ -111,8 +115,11 @@ def _say_if_heard(text: str) -> None:
         print(text, flush=True)
 
 
-def _after_failure(aws: Aws, plan: Plan, launches: Launches, error: BaseException, say: Callable[[str], None]) -> None:
+def _after_failure(aws: Aws, plan: Plan, launches: Launches, error: BaseException, say: Callable[[str], None]) -> bool:
     """Remove what this call made, or say that it was kept.
+
+    Returns:
+        Whether it is removed.
 
     Raises:
         IcomError: the removal failed too; names what is left.
@@ -120,7 +127,7 @@ def _after_failure(aws: Aws, plan: Plan, launches: Launches, error: BaseExceptio
     name = plan.config.cluster
     if plan.config.keep_on_failure:
         say(f"Kept what was made of {name}. The same command again goes on; icom teardown --cluster {name} removes it.")
-        return
+        return False
     say("Removing what this call made …")
     errors, left = [], []
     for _ in range(REMOVE_PASSES):  # a request whose answer was lost may show up late: again, until nothing does
@@ -135,7 +142,7 @@ def _after_failure(aws: Aws, plan: Plan, launches: Launches, error: BaseExceptio
             errors.append(str(second))
         if not left and not errors:
             say("Nothing of it is left.")
-            return
+            return True
     names = ", ".join(f"{kind} {id}" for kind, id in left)
     raise IcomError(
         f"{error}\nRemoving what this call made failed too: {'; '.join(errors) or 'it is still there'}\n"

@@ -13,6 +13,7 @@ from provisioning.aws import POLL_SECONDS, Aws, connect, error_code, explained, 
 from provisioning.cluster import TAG_CLUSTER, TAG_RUN, find_nodes
 from provisioning.config import TeardownConfig, check_cluster_name, check_wait_minutes
 from provisioning.hostkeys import folder_of
+from provisioning.sshinclude import remove_include_if_unused
 
 GONE = (
     *("InvalidInstanceID.NotFound", "InvalidGroup.NotFound", "InvalidKeyPair.NotFound", "InvalidVolume.NotFound"),
@@ -79,6 +80,7 @@ def teardown(config: TeardownConfig) -> None:
                 errors.append(str(error))
         _report(aws, config, left, errors)
     folder.remove()
+    remove_include_if_unused()
 
 
 def confirm(question: str) -> None:

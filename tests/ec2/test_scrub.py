@@ -118,12 +118,15 @@ def machine(tmp_path: Path, outside: Path) -> Machine:
     data = user_data(make_key(), make_key().public, datetime(2026, 1, 1) + timedelta(hours=8))
     told = yaml.safe_load(data)
     m.secrets.append(told["ssh_keys"]["ed25519_private"].splitlines()[2])
-    for file in told["write_files"]:
-        m.put(file["path"].lstrip("/"), file["content"])
-        m.secrets.append(file["content"])
-    timer = next(word for command in told["runcmd"] for word in command if word.endswith(".timer"))
-    m.link(f"etc/systemd/system/timers.target.wants/{timer}", f"/etc/systemd/system/{timer}")
-    m.put(f"var/lib/systemd/timers/stamp-{timer}", "")
+    ((shell, flag, script),) = told["bootcmd"]
+    units = m.root / "etc/systemd/system"
+    for path in ("/etc/systemd/system", "/var/lib/systemd"):
+        script = script.replace(path, f"{m.root}{path}")
+    subprocess.run([shell, flag, f"systemctl() {{ :; }}\n{script}"], check=True)
+    ended = {file.name: file.read_text() for file in units.glob("icom-end.*")}
+    assert sorted(ended) == ["icom-end.service", "icom-end.timer"]
+    m.secrets += ended.values()
+    m.link("etc/systemd/system/timers.target.wants/icom-end.timer", "/etc/systemd/system/icom-end.timer")
     m.keep("var/lib/cloud/data/instance-id", f"{ID}\n")
     for name in ("user-data.txt", "cloud-config.txt", "obj.pkl"):
         m.put(f"var/lib/cloud/instances/{ID}/{name}", data, 0o600)

@@ -15,6 +15,9 @@ def test_life_of_a_cluster(box: Box) -> None:
     done = box.laptop.run(words, box.environment, ROOT, timeout=540)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "All of it worked, and nothing is left." in done.stdout
-    assert len(box.launches) >= 3
+    assert "3 processes on 3 hosts" in done.stdout
+    builder, *nodes = box.launches.values()
+    assert len(nodes) == 3
+    assert builder["image"] not in {node["image"] for node in nodes}
     assert box.nodes == []
     assert box.tagged("life") == []

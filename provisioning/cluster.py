@@ -34,8 +34,6 @@ class Node:
     state: str
     type: str
     image: str
-    base: str
-    """What stands in its tag icom:base."""
     zone: str
     subnet: str
     vpc: str
@@ -43,14 +41,16 @@ class Node:
     public_ip: str | None
     spot: bool
     since: datetime
-    ends: datetime | None
+    base: str = ""
+    """What stands in its tag icom:base."""
+    ends: datetime | None = None
     """When it shuts itself down (--max_hours); None for never."""
-    key_name: str | None
-    placement: str | None
+    key_name: str | None = None
+    placement: str | None = None
     """Name of its placement group."""
-    profile: str | None
+    profile: str | None = None
     """Name of its instance profile."""
-    efa: bool
+    efa: bool = False
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ def test_three_nodes_that_mpirun_can_use(box: Box, tmp_path: Path) -> None:
 def test_node_that_cannot_be_reached_takes_everything_with_it(box: Box) -> None:
     """Nobody boots the second instance. The message names it; nothing is left of either."""
     box.do_not_boot(1)
-    with box.start_provision("mute", "--count", "2", "--no_bake", "--wait_minutes", "0.4") as process:
+    with box.start_provision("mute", "--count", "2", "--no_bake", "--wait_minutes", "0.1") as process:
         out, _ = process.communicate(timeout=120)
     assert process.returncode == 1
     assert "worker-1 (i-" in out

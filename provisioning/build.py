@@ -30,12 +30,12 @@ def build(aws: Aws, plan: Plan, cluster: Cluster, login: Login, launches: Launch
     client_key = None if plan.config.key_name else login.folder.client_key()
     if plan.make_key and client_key:
         key_pair(aws, plan, cluster, client_key, say)
-    if plan.bake:
-        plan = replace(plan, image=bake(aws, plan, group, client_key, login, launches, progress))
-    elif plan.image.state == "pending":  # of a call that was interrupted
+    if plan.image.state == "pending":  # of a call that was interrupted
         with progress.doing(plan.image.id, "EC2 still makes this image"):
             plan = replace(plan, image=wait_for_image(aws, plan.image.id, IMAGE_MINUTES))
     end_nodes(aws, [node.id for node in cluster.builders], plan.config.wait_minutes)
+    if plan.bake:
+        plan = replace(plan, image=bake(aws, plan, group, client_key, login, launches, progress))
     if plan.make_placement:
         placement_group(aws, plan, say)
     if plan.roles:

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
 
-from icom.errors import IcomError, Stopped
+from icom.errors import IcomError, Stopped, UsageError
 from icom.signals import StopRequest
 from provisioning.aws import Aws, add_console, connect, explained
 from provisioning.build import build
 from provisioning.cluster import Cluster, Node, find_cluster
-from provisioning.config import BakeConfig, ProvisionConfig, check_instance_config, key_file
+from provisioning.config import BakeConfig, ProvisionConfig, as_options, check_instance_config, key_file
 from provisioning.ec2 import rehearse
-from provisioning.hostkeys import folder_of
+from provisioning.hostkeys import Folder, folder_of
 from provisioning.launches import Launches, learn_launched
 from provisioning.nodes import set_up
 from provisioning.plan import Plan, is_complete, make_plan, missing_roles, plan_table
 from provisioning.progress import Progress
 from provisioning.ssh import Login
 from provisioning.sshinclude import add_include
-from provisioning.survey import survey
+from provisioning.survey import Survey, survey
 from provisioning.teardown import confirm, remove, settle
 
 REMOVE_MINUTES = 10
@@ -65,18 +66,14 @@ def _make(config: ProvisionConfig, only_image: bool) -> None:
     with explained():
         aws = connect(config.region, config.profile, check)
         folder = folder_of(aws.account, aws.region, config.cluster)
-        before = find_cluster(aws, config.cluster)
-        missing = [] if only_image else missing_roles(config, before)
-        found = survey(aws, config, before, len(missing), only_image)
-        key_here = folder.has_key(before.key["PublicKey"] if before.key else "")
-        plan = make_plan(config, before, found, key_here, only_image)
+        before, found, plan = _plan(aws, config, folder, only_image)
         if only_image and not plan.bake:
             print(f"Nothing to do: image {plan.image.id} has this content ({plan.image.state}).")
             return
         rehearse(aws, plan)
         console.print(plan_table(plan, found))
         if config.dry_run:
-            print("Dry run: nothing was made. EC2 would allow it.")
+            print("Dry run: nothing was made. EC2 would allow what it can be asked beforehand.")
             return
         if not config.yes and not is_complete(plan):
             confirm("Make what is marked with +?")
@@ -89,7 +86,10 @@ def _make(config: ProvisionConfig, only_image: bool) -> None:
             try:
                 cluster = build(aws, plan, before, login, launches, progress)
                 strangers = [node for node in cluster.nodes if not folder.settle(node)]
-                folder.write_ssh_config(cluster.nodes, login.user, login.identity)  # also for who looks at a failure
+                if not only_image:
+                    folder.write_ssh_config(
+                        cluster.nodes, login.user, login.identity
+                    )  # also for who looks at a failure
                 if config.setup and not only_image:
                     set_up(login, cluster.nodes, plan.gpus, config.wait_minutes, progress, check)
                 check()
@@ -109,6 +109,25 @@ def _make(config: ProvisionConfig, only_image: bool) -> None:
         _finish(config, plan, cluster, strangers)
 
 
+def _plan(aws: Aws, config: ProvisionConfig, folder: Folder, only_image: bool) -> tuple[Cluster, Survey, Plan]:
+    """What there is, what the region offers, and what is to be made.
+
+    Raises:
+        UsageError: what was asked for cannot be.
+    """
+    before = find_cluster(aws, config.cluster)
+    missing = [] if only_image else missing_roles(config, before)
+    found = survey(aws, config, before, len(missing), only_image)
+    key_here = folder.has_key(before.key["PublicKey"] if before.key else "")
+    plan = make_plan(config, before, found, key_here, only_image)
+    if config.setup and (unknown := [node.role for node in plan.there if not folder.settle(node)]):
+        raise UsageError(
+            f"The host keys of {', '.join(unknown)} are not known on this computer: {config.cluster} was made on "
+            f"another one. Go on there, or tear it down: icom teardown{as_options(config)}"
+        )
+    return before, found, plan
+
+
 def _say_if_heard(text: str) -> None:
     """Print; a terminal that is closed must not keep us from removing things."""
     with suppress(OSError, ValueError):
@@ -124,9 +143,9 @@ def _after_failure(aws: Aws, plan: Plan, launches: Launches, error: BaseExceptio
     Raises:
         IcomError: the removal failed too; names what is left.
     """
-    name = plan.config.cluster
+    name, where = plan.config.cluster, as_options(plan.config)
     if plan.config.keep_on_failure:
-        say(f"Kept what was made of {name}. The same command again goes on; icom teardown --cluster {name} removes it.")
+        say(f"Kept what was made of {name}. The same command again goes on; icom teardown{where} removes it.")
         return False
     say("Removing what this call made …")
     errors, left = [], []
@@ -142,12 +161,17 @@ def _after_failure(aws: Aws, plan: Plan, launches: Launches, error: BaseExceptio
             errors.append(str(second))
         if not left and not errors:
             say("Nothing of it is left.")
+            if plan.there and plan.config.setup:
+                say(
+                    f"The {len(plan.there)} nodes that were there may have been told of new ones. The same command "
+                    f"with --count {len(plan.there)} takes that back."
+                )
             return True
     names = ", ".join(f"{kind} {id}" for kind, id in left)
     raise IcomError(
         f"{error}\nRemoving what this call made failed too: {'; '.join(errors) or 'it is still there'}\n"
         + (f"Still there: {names}" if left else "Some of it may still be there")
-        + f": icom status --cluster {name}, icom teardown --cluster {name}"
+        + f": icom status{where}, icom teardown{where}"
     ) from error
 
 
@@ -160,13 +184,14 @@ def _remove_all_but_image(aws: Aws, plan: Plan) -> None:
     name = plan.config.cluster
     if errors := remove(aws, name, REMOVE_MINUTES, print, run=plan.run):
         raise IcomError(
-            f"The image is made, but not all else is removed: {'; '.join(errors)}: icom teardown --cluster {name}"
+            f"The image is made, but not all else is removed: {'; '.join(errors)}. "
+            f"Again: icom teardown{as_options(plan.config)}"
         )
 
 
 def _finish(config: ProvisionConfig, plan: Plan, cluster: Cluster, strangers: list[Node]) -> None:
     """Say what there is and the next commands to type."""
-    name = f" --cluster {config.cluster}" + (f" --region {config.region}" if config.region else "")
+    where = as_options(config)
     what = "Nothing to do:" if is_complete(plan) else "Done:"
     print(f"{what} {len(cluster.nodes)} nodes of {config.cluster} run" + (" and can train." if config.setup else "."))
     for node in strangers:
@@ -175,5 +200,6 @@ def _finish(config: ProvisionConfig, plan: Plan, cluster: Cluster, strangers: li
             "on another one."
         )
     if config.setup:
-        print(f"  icom train --on {config.cluster} --train_data_dir photos --placeholder_token '<mine>' …")
-    print(f"  icom ssh{name}\n  icom teardown{name}")
+        profile = f"AWS_PROFILE={shlex.quote(config.profile)} " if config.profile else ""
+        print(f"  {profile}icom train --on {config.cluster} --train_data_dir photos --placeholder_token '<mine>' …")
+    print(f"  icom ssh{where}\n  icom teardown{where}")

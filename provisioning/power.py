@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from icom.errors import UsageError
 from provisioning.aws import Aws, connect, explained, filters, wait_for
-from provisioning.cluster import Cluster, Node, find_cluster, find_nodes
+from provisioning.cluster import Cluster, Node, find_cluster, find_master, find_nodes
 from provisioning.config import StartConfig, StatusConfig, StopConfig, check_cluster_name, check_wait_minutes
 from provisioning.hostkeys import folder_of
 
@@ -18,10 +20,11 @@ def status(config: StatusConfig) -> None:
     with explained():
         aws = connect(config.region, config.profile)
         cluster = find_cluster(aws, config.cluster)
+        master = find_master(aws, cluster.master) if cluster.master else None
     if cluster.empty:
         console.print(f"There is no cluster {config.cluster} in {aws.region}.")
         return
-    console.print(_table(aws, cluster))
+    console.print(_table(aws, replace(cluster, nodes=((master,) if master else ()) + cluster.nodes)))
 
 
 def _table(aws: Aws, cluster: Cluster) -> object:

@@ -38,8 +38,6 @@ class Node:
     state: str
     type: str
     image: str
-    base: str
-    """What stands in its tag icom:base."""
     zone: str
     subnet: str
     vpc: str
@@ -47,14 +45,16 @@ class Node:
     public_ip: str | None
     spot: bool
     since: datetime
-    ends: datetime | None
+    base: str = ""
+    """What stands in its tag icom:base."""
+    ends: datetime | None = None
     """When it shuts itself down (--max_hours); None for never."""
-    key_name: str | None
-    placement: str | None
+    key_name: str | None = None
+    placement: str | None = None
     """Name of its placement group."""
-    profile: str | None
+    profile: str | None = None
     """Name of its instance profile."""
-    efa: bool
+    efa: bool = False
     master: str | None = None
     """Id of the instance that made it and is its master (--from_this_instance)."""
 

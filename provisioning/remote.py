@@ -26,6 +26,7 @@ def run(config: RunConfig) -> NoReturn:
         raise UsageError("What is to be run? For instance: icom run -- mpirun -f hosts hostname")
     folder = reach(config, config.node)
     line = config.command[0] if len(config.command) == 1 else shlex.join(config.command)
+    line = f"exec bash -lc {shlex.quote(line)}"  # a login shell has the environment of icom
     _become(["ssh", "-F", str(folder.ssh_config), "--", _name(config), line])
 
 

@@ -30,13 +30,16 @@ from provisioning.hostkeys import ssh_names
 from provisioning.remote import reach
 from provisioning.transfer import Parcel, Way, fetch, parcel, send
 
-BUSY = 75
+BUSY, GPUS = 75, 76
 ASK_SECONDS = 0.2
 
 # The kernel lets go of the lock when the last process that inherited it ends, whatever became of it.
 LOCK = "mkdir -p runs; exec 9>>runs/lock; flock -n 9"
 # $1: the run's output folder.
-LOOK = f'echo "$HOME"; [ -d "runs/$1" ] && echo known || echo new; {LOCK} || cat runs/lock'
+LOOK = f"""
+[ ! -e /dev/nvidiactl ] || exit {GPUS}
+echo "$HOME"; [ -d "runs/$1" ] && echo known || echo new; {LOCK} || cat runs/lock
+"""
 # $1: the run. $2…: training options. A job with `set -m` gets a process group of its own, in which signals are not
 # ignored. The shell that waits there for the exit code does not end from them.
 TRAIN = f"""

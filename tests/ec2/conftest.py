@@ -15,6 +15,7 @@ import pytest
 from tests.cluster.hosts import missing
 from tests.conftest import ROOT
 from tests.ec2.box import Box, make_box
+from tests.ec2.fake_ssh import Steps, connector
 from tests.ec2.wire import Icom, Wire, read_descriptions_once
 
 REGION = "eu-central-1"
@@ -122,6 +123,22 @@ def left(ec2: Any) -> Callable[[str], list[str]]:
 def provision(icom: Icom, wire: Wire, moto: str) -> Icom:
     """Run `icom provision --yes` with the address service of the moto process; its instances have no ssh."""
     return lambda *options: icom("provision", "--yes", "--no_setup", "--address_url", f"{moto}/address", *options)
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
+    """What icom asks of nodes by ssh; they say yes."""
+    steps = Steps()
+    monkeypatch.setattr("provisioning.ssh.connect", connector(steps))
+    monkeypatch.setattr("provisioning.project.archive", lambda: b"")
+    monkeypatch.setattr("provisioning.project.digest", lambda: "content")
+    return steps
+
+
+@pytest.fixture
+def make(icom: Icom, wire: Wire, moto: str, steps: Steps) -> Icom:
+    """`icom provision --yes`, image and set-up included, with nodes that say yes."""
+    return lambda *options: icom("provision", "--yes", "--address_url", f"{moto}/address", *options)
 
 
 @pytest.fixture

@@ -36,6 +36,11 @@ class Steps:
     fault: str = ""
     """error, broken or ctrl-c."""
 
+    def meet_at(self, at: int | None, fault: str) -> None:
+        """Count from 0 again; the step of that number meets the fault."""
+        self.done.clear()
+        self.at, self.fault = at, fault
+
     def meet(self, what: str) -> SimpleNamespace:
         """Do a step."""
         self.done.append(what)

@@ -1,6 +1,8 @@
 """Set nodes up again and again, each time with a fault at another ssh step, then without one. Prints the counts.
 
 Runs on the host of the box that stands for the user's computer, for a cluster that `icom provision` has made there.
+The nodes' keys, names and ways to each other are made for real; the profile and the health check, which import PyTorch
+on all nodes, are left to tests/ec2/test_bake.py.
 """
 
 from __future__ import annotations
@@ -10,12 +12,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from rich.console import Console
+
 from icom.errors import IcomError, Stopped
+from provisioning import install, ssh
 from provisioning import nodes as set_up_steps
-from provisioning import ssh
 from provisioning.aws import connect, filters
 from provisioning.cluster import Node, find_nodes
 from provisioning.hostkeys import folder_of, unborn_name
+from provisioning.progress import Progress
 from provisioning.ssh import Login, step
 
 FAULTS = ("error", "broken connection", "ctrl-c")
@@ -48,13 +53,14 @@ def main(cluster: str) -> None:
                     raise Stopped("stopped", 2)
             return step(connection, node, command, check)
 
-        set_up_steps.step = ssh.step = faulty
+        set_up_steps.step = install.step = ssh.step = faulty
         try:
-            set_up_steps.set_up(login, nodes, 0.5, lambda text: None, lambda: None)
+            set_up_steps.set_up(login, nodes, 0, 0.5, Progress(Console(quiet=True)), lambda: None)
         finally:
-            set_up_steps.step = ssh.step = step
+            set_up_steps.step = install.step = ssh.step = step
         return begun
 
+    set_up_steps.give_environment = set_up_steps.check_health = lambda *arguments: None
     pause = time.sleep
     time.sleep = lambda seconds: pause(min(seconds, 0.1))
     forget_that_keys_were_replaced()

@@ -114,7 +114,7 @@ def say(text: str) -> None:
 
 def cost(plan: str) -> str:
     """What it costs at most, from the table that icom provision shows."""
-    found = re.search(rf"{COUNT} nodes running, and their disks +([0-9.]+) +([0-9.]+)", plan)
+    found = re.search(rf"{COUNT} nodes running, [a-z ]+ +([0-9.]+) +([0-9.]+)", plan)
     ends = f"The nodes end themselves {HOURS} hour after they were asked for, whatever happens here"
     if found is None:
         return f"What it costs is not known: the table above has no price. {ends}."

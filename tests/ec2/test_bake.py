@@ -9,26 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.ec2.fake_ssh import Steps, connector
+from tests.ec2.fake_ssh import Steps
 from tests.ec2.wire import Icom, Wire
 
 Nodes = Callable[[str], list[dict[str, Any]]]
 Left = Callable[[str], list[str]]
 UBUNTU = "ami-00000000000000aa1"
-
-
-@pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
-    steps = Steps()
-    monkeypatch.setattr("provisioning.ssh.connect", connector(steps))
-    monkeypatch.setattr("provisioning.project.archive", lambda: b"")
-    return steps
-
-
-@pytest.fixture
-def make(icom: Icom, wire: Wire, moto: str, steps: Steps) -> Icom:
-    """`icom provision --yes` with nodes that say yes."""
-    return lambda *options: icom("provision", "--yes", "--address_url", f"{moto}/address", *options)
 
 
 @pytest.fixture
@@ -39,7 +25,7 @@ def bake(icom: Icom, moto: str, steps: Steps) -> Icom:
 
 @pytest.fixture
 def content(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
-    """A content of the project of this test's own: images outlive tests in moto."""
+    """What stands for the project's digest in this test."""
     name = f"content-of-{request.node.name}"
     monkeypatch.setattr("provisioning.project.digest", lambda: name)
     return name
@@ -124,14 +110,13 @@ def test_bake_alone_leaves_the_image(
 
 @pytest.mark.parametrize("fault", ["error", "broken", "ctrl-c"])
 def test_fault_at_every_step_of_ssh_leaves_nothing(
-    fault: str, make: Icom, icom: Icom, left: Left, steps: Steps, content: str, monkeypatch: pytest.MonkeyPatch
+    fault: str, make: Icom, left: Left, steps: Steps, empty: Callable[[], None]
 ) -> None:
     assert make("--cluster", "smooth", "--count", "2").code == 0
     count = len(steps.done)
-    assert icom("teardown", "--yes", "--cluster", "smooth", "--all_images").code == 0
     for at in range(count):
-        steps.done.clear()
-        steps.at, steps.fault = at, fault
+        empty()
+        steps.meet_at(at, fault)
         result = make("--cluster", f"s{at}-{fault}", "--count", "2")
         where = f"{fault} at step {at} ({steps.done[-1]}): {result}"
         assert result.code == (130 if fault == "ctrl-c" else 1), where
@@ -140,3 +125,23 @@ def test_fault_at_every_step_of_ssh_leaves_nothing(
             assert "i-" in result.err, where
         assert left(f"s{at}-{fault}") == [], where
     print(f"\n{count} ssh steps of icom provision --count 2, {fault} at each: nothing was left")
+
+
+def test_second_call_completes_what_was_kept(
+    make: Icom, icom: Icom, nodes: Nodes, left: Left, steps: Steps, empty: Callable[[], None]
+) -> None:
+    assert make("--cluster", "smooth", "--count", "1").code == 0
+    count = len(steps.done)
+    for at in range(count):
+        empty()
+        steps.meet_at(at, "error")
+        assert make("--cluster", "kept", "--keep_on_failure").code == 1
+        where = f"at step {at} ({steps.done[-1]})"
+        assert left("kept"), where
+        steps.meet_at(None, "")
+        again = make("--cluster", "kept")
+        assert again.code == 0, f"{where}: {again}"
+        assert [tags(node)["icom:role"] for node in nodes("kept")] == ["master"], where
+    assert icom("teardown", "--yes", "--cluster", "kept", "--all_images").code == 0
+    assert left("kept") == []
+    print(f"\n{count} ssh steps of icom provision --count 1, an error at each: a second call completed all")

@@ -28,17 +28,17 @@ def reset(wire: Wire, at: int | None = None, fault: str = "", times: int = 0) ->
 
 
 @pytest.fixture
-def calls(provision: Icom, icom: Icom, wire: Wire) -> list[str]:
+def calls(make: Icom, icom: Icom, wire: Wire) -> list[str]:
     """The calls of a provision that meets no fault; each has the same, so that one is enough."""
 
-    def make() -> list[str]:
-        result = provision("--cluster", "smooth", *OPTIONS)
+    def once() -> list[str]:
+        result = make("--cluster", "smooth", *OPTIONS)
         assert result.code == 0, result.err
         made = list(wire.calls)
-        assert icom("teardown", "--yes", "--cluster", "smooth").code == 0
+        assert icom("teardown", "--yes", "--all_images", "--cluster", "smooth").code == 0
         return made
 
-    found: list[str] = remembered("calls", make)
+    found: list[str] = remembered("calls", once)
     return found
 
 
@@ -46,8 +46,7 @@ def calls(provision: Icom, icom: Icom, wire: Wire) -> list[str]:
 def test_fault_at_every_call_leaves_nothing(
     fault: str,
     calls: list[str],
-    provision: Icom,
-    icom: Icom,
+    make: Icom,
     wire: Wire,
     empty: Callable[[], None],
     left: Callable[[str], list[str]],
@@ -57,19 +56,18 @@ def test_fault_at_every_call_leaves_nothing(
         empty()
         cluster = f"c{i}-{fault.replace(' ', '-')}"
         reset(wire, i, fault.partition(" ")[0], FAULTS[fault])
-        result = provision("--cluster", cluster, *OPTIONS)
+        result = make("--cluster", cluster, *OPTIONS)
         where = f"{fault} at call {i} ({call}): {result}"
         reset(wire)
         if result.code == 0:
             assert fault != "ctrl-c", where
             outcomes["completed"] += 1
-            assert icom("teardown", "--yes", "--cluster", cluster).code == 0, where
         else:
             assert result.code == (130 if fault == "ctrl-c" else 1), where
             assert "twice" not in fault, where
             outcomes["failed, nothing left"] += 1
             assert fault == "ctrl-c" or "icom: " in result.err, where
-        assert left(cluster) == [], where
+            assert left(cluster) == [], where
     print(f"\n{len(calls)} calls, {fault} at each: {dict(outcomes)}")
 
 
@@ -77,7 +75,7 @@ def test_fault_at_every_call_leaves_nothing(
 def test_second_call_completes_what_was_kept(
     fault: str,
     calls: list[str],
-    provision: Icom,
+    make: Icom,
     icom: Icom,
     wire: Wire,
     empty: Callable[[], None],
@@ -90,16 +88,16 @@ def test_second_call_completes_what_was_kept(
         empty()
         cluster = f"k{i}-{fault}"
         reset(wire, i, fault, FAULTS[fault])
-        first = provision("--cluster", cluster, "--keep_on_failure", *OPTIONS)
+        first = make("--cluster", cluster, "--keep_on_failure", *OPTIONS)
         kept += bool(first.code and left(cluster))
         reset(wire)
         where = f"{fault} at call {i} ({call}): {first}"
-        second = provision("--cluster", cluster, *OPTIONS)
+        second = make("--cluster", cluster, *OPTIONS)
         assert second.code == 0, f"{where}\nthen {second}"
         assert sorted(tag["Value"] for n in nodes(cluster) for tag in n["Tags"] if tag["Key"] == "icom:role") == [
             *("master", "worker-1"),
         ], where
-        assert icom("teardown", "--yes", "--cluster", cluster).code == 0, where
-        assert left(cluster) == [], where
+    assert icom("teardown", "--yes", "--all_images", "--cluster", cluster).code == 0
+    assert left(cluster) == []
     makers = len(calls) - first_that_makes
     print(f"\n{makers} calls that make, {fault} at each: {kept} left something, a second provision completed all")

@@ -14,7 +14,8 @@ from tests.ec2.box import Box, put_host_key, run_sshd
 
 
 def test_three_nodes_that_mpirun_can_use(box: Box, tmp_path: Path) -> None:
-    with box.start_provision("box", "--count", "3") as process:
+    box.install_in_base_image()
+    with box.start_provision("box", "--count", "3", "--no_bake") as process:
         out, _ = process.communicate(timeout=120)
     assert process.returncode == 0, out
     master, first, second = box.nodes
@@ -50,7 +51,7 @@ def test_three_nodes_that_mpirun_can_use(box: Box, tmp_path: Path) -> None:
     assert box.icom("pull", "--cluster", "box", "pictures", str(tmp_path / "back")).returncode == 0
     assert (tmp_path / "back/a b.txt").read_text() == "x"
 
-    with box.start_provision("box", "--count", "3") as again:
+    with box.start_provision("box", "--count", "3", "--no_bake") as again:
         out, _ = again.communicate(timeout=120)
     assert again.returncode == 0, out
     assert "Nothing to do" in out
@@ -60,7 +61,7 @@ def test_three_nodes_that_mpirun_can_use(box: Box, tmp_path: Path) -> None:
     second.kill_sshd()
     put_host_key(second, HostKey.new())
     run_sshd(second)
-    with box.start_provision("box", "--count", "3") as impostor:
+    with box.start_provision("box", "--count", "3", "--no_bake") as impostor:
         out, _ = impostor.communicate(timeout=120)
     assert impostor.returncode == 1
     assert f"worker-2 at {second.address} is not i-" in out
@@ -75,7 +76,7 @@ def test_three_nodes_that_mpirun_can_use(box: Box, tmp_path: Path) -> None:
 def test_node_that_cannot_be_reached_takes_everything_with_it(box: Box) -> None:
     """Nobody boots the second instance. The message names it; nothing is left of either."""
     box.do_not_boot(1)
-    with box.start_provision("mute", "--count", "2", "--wait_minutes", "0.4") as process:
+    with box.start_provision("mute", "--count", "2", "--no_bake", "--wait_minutes", "0.1") as process:
         out, _ = process.communicate(timeout=120)
     assert process.returncode == 1
     assert "worker-1 (i-" in out
@@ -84,7 +85,7 @@ def test_node_that_cannot_be_reached_takes_everything_with_it(box: Box) -> None:
 
     # Ctrl-C while it waits for such a node.
     box.do_not_boot(2)
-    with box.start_provision("mute", "--count", "1", "--wait_minutes", "30") as process:
+    with box.start_provision("mute", "--count", "1", "--no_bake", "--wait_minutes", "30") as process:
         assert process.stdout
         for line in process.stdout:
             if "waiting for 1 nodes" in line:
@@ -98,7 +99,8 @@ def test_node_that_cannot_be_reached_takes_everything_with_it(box: Box) -> None:
 
 def test_fault_at_every_ssh_step(box: Box) -> None:
     """A step that fails, a connection that breaks, Ctrl-C: the next call completes the set-up."""
-    with box.start_provision("steps", "--count", "2") as process:
+    box.install_in_base_image()
+    with box.start_provision("steps", "--count", "2", "--no_bake") as process:
         out, _ = process.communicate(timeout=120)
     assert process.returncode == 0, out
     words = [sys.executable, "-m", "tests.ec2.faulty_steps", "steps"]

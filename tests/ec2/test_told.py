@@ -53,8 +53,10 @@ def test_ssh_knows_the_nodes_after_a_failure(
         raise IcomError("no such luck")
 
     monkeypatch.setattr("provisioning.provision.set_up", fail)
-    arguments = ("--cluster", "kept", "--keep_on_failure", "--address_url", f"{moto}/address")
+    arguments = ("--cluster", "kept", "--keep_on_failure", "--no_bake", "--address_url", f"{moto}/address")
     assert icom("provision", "--yes", *arguments).code == 1
     (config,) = (tmp_path / "clusters").rglob("kept/ssh_config")
     (node,) = nodes("kept")
-    assert f"hostname {node['PublicIpAddress']}" in output_of("ssh", "-G", "-F", config, "master").splitlines()
+    assert (
+        f"hostname {node['PublicIpAddress']}" in output_of("ssh", "-G", "-F", config, "icom-kept-master").splitlines()
+    )

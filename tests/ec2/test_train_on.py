@@ -117,7 +117,7 @@ def box(shared: Path) -> Iterator[Box]:
         assert server.stdout
         with server.stdout:
             environment["AWS_ENDPOINT_URL"] = server.stdout.readline().strip()
-        box = Box(hosts, environment, Folder(shared / "clusters" / REGION / "box"))
+        box = Box(hosts, environment, Folder(shared / "clusters" / "123456789012" / REGION / "box"))
         be_cluster(box)
         yield box
 

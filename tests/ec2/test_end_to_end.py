@@ -5,16 +5,19 @@ from __future__ import annotations
 import sys
 
 from tests.conftest import ROOT
-from tests.ec2.box import Box
+from tests.ec2.box import NODES, Box
 
 
 def test_life_of_a_cluster(box: Box) -> None:
     """Plan, nodes, a training over three of them by mpirun, its embedding here, and nothing left."""
-    options = ["--yes", "--cluster", "life", "--private_ip", "--ssh_user", "root", "--subnet", box.subnet]
+    options = ["--yes", "--cluster", "life", *NODES, "--subnet", box.subnet]
     words = [sys.executable, "-m", "tests.ec2.real_life", *options]
     done = box.laptop.run(words, box.environment, ROOT, timeout=540)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "All of it worked, and nothing is left." in done.stdout
-    assert len(box.launches) >= 3
+    assert "3 processes on 3 hosts" in done.stdout
+    builder, *nodes = box.launches.values()
+    assert len(nodes) == 3
+    assert builder["image"] not in {node["image"] for node in nodes}
     assert box.nodes == []
     assert box.tagged("life") == []

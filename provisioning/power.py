@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from icom.errors import UsageError
 from provisioning.aws import Aws, connect, explained, filters, wait_for
 from provisioning.cluster import Cluster, Node, find_cluster, find_master, find_nodes
@@ -24,19 +22,21 @@ def status(config: StatusConfig) -> None:
     if cluster.empty:
         console.print(f"There is no cluster {config.cluster} in {aws.region}.")
         return
-    console.print(_table(aws, replace(cluster, nodes=((master,) if master else ()) + cluster.nodes)))
+    console.print(_table(aws, cluster, master))
 
 
-def _table(aws: Aws, cluster: Cluster) -> object:
+def _table(aws: Aws, cluster: Cluster, master: Node | None) -> object:
+    """`master`: an instance that is the master without being the cluster's own."""
     from rich import box
     from rich.table import Table
 
-    kinds = ", ".join(dict.fromkeys(f"{n.type}{' spot' if n.spot else ''} in {n.zone}" for n in cluster.nodes))
-    title = f"Cluster {cluster.name} in {aws.region}: {len(cluster.nodes)} nodes" + (f", {kinds}" if kinds else "")
+    nodes = (master, *cluster.nodes) if master else cluster.nodes
+    kinds = ", ".join(dict.fromkeys(f"{n.type}{' spot' if n.spot else ''} in {n.zone}" for n in nodes))
+    title = f"Cluster {cluster.name} in {aws.region}: {len(nodes)} nodes" + (f", {kinds}" if kinds else "")
     table = Table(title=title, title_justify="left", box=box.SIMPLE, caption_justify="left")
     for column in ("node", "id", "state", "private", "public"):
         table.add_column(column, no_wrap=True)
-    for node in cluster.nodes + cluster.builders:
+    for node in nodes + cluster.builders:
         addresses = (node.private_ip or "–", node.public_ip or "–")
         table.add_row(node.role, node.id, node.state, *addresses)
     group = cluster.group

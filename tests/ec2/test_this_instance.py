@@ -183,10 +183,10 @@ def test_life(
     assert "Nothing to do: 3 nodes" in make("--cluster", "mine", "--count", "3").out
     assert make("--cluster", "mine", "--count", "4").code == 0
     assert make("--cluster", "other", "--count", "2").code == 0, "the image serves another cluster"
-    assert "ec2:CreateImage" not in [c for c in wire.calls if c == "ec2:CreateImage"][1:], wire.calls
+    assert "ec2:CreateImage" not in wire.calls
     assert len(own_images(ec2, "mine")) == 1
     assert own_images(ec2, "other") == []
-    assert f"master    {master.id}" in icom("status", "--cluster", "mine").out
+    assert f"master {master.id} running" in " ".join(icom("status", "--cluster", "mine").out.split())
     refused = icom("ssh", "--cluster", "mine")
     assert refused.code == 2
     assert master.id in refused.err

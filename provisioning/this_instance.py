@@ -69,10 +69,12 @@ def where_am_i(config: ProvisionConfig) -> Identity:
     if config.region not in (None, own.region):
         raise UsageError(f"This instance is in {own.region}, not in {config.region}: drop --region.")
     place = Path.home() / FOLDER
-    if place.resolve() != ROOT.resolve():
+    if place.is_symlink() or place.resolve() != ROOT.resolve():  # mpirun wants its programs at the same path everywhere
+        real = ROOT.resolve()
+        free = f"rm {place} && " if place.is_symlink() else f"mv {place} {place}.other && " if place.exists() else ""
         raise UsageError(
-            f"All nodes have icom in {place}, and this one runs from {ROOT}. Move it: mv {ROOT} {place} && "
-            f"make -C {place} setup-master EXTRAS=mpi,aws"
+            f"All nodes have icom in the folder {place}, and this one runs it from {real}. Move it: {free}mv {real} "
+            f"{place} && make -C {place} setup-master EXTRAS=mpi,aws"
         )
     find_mpi("auto")
     return own

@@ -5,6 +5,7 @@ Never a node's disk: that has keys, pictures and tokens on it. The instance is e
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from provisioning.images import Image, wait_for_image
 from provisioning.install import install
 from provisioning.launches import Launches, launch_somewhere, with_addresses
 from provisioning.nodes import AS_ROOT, BOOT_SECONDS, WAIT_FOR_BOOT
-from provisioning.plan import Plan, builder_plan, image_request
+from provisioning.plan import Plan, builder_plan, image_request, raw_image_request
 from provisioning.progress import Progress
 from provisioning.ssh import Login, patient_connect, send, step
 from provisioning.teardown import end_nodes
@@ -57,14 +58,7 @@ def bake(
         aws.ec2.stop_instances(InstanceIds=[id])
         wait_for(aws, "stopped", [id], plan.config.wait_minutes)
     with progress.doing("builder", "EC2 makes an image of its disk"):
-        request = image_request(plan, id)
-        made = unless_made(
-            lambda: aws.ec2.create_image(**request),
-            "InvalidAMIName.Duplicate",
-            lambda: _by_name(aws, request["Name"]),
-            plan,
-        )
-        image = wait_for_image(aws, made["ImageId"], IMAGE_MINUTES)
+        image = _image(aws, plan, image_request(plan, id))
     with progress.doing("builder", "ending"):
         end_nodes(aws, [id], plan.config.wait_minutes)
         launches.ids.clear()
@@ -84,6 +78,29 @@ def _set_up(plan: Plan, builder: Node, login: Login, launches: Launches, progres
             send(connection, builder, _SCRUB, SCRUB.read_bytes(), check)
             command = f"{AS_ROOT} python3 - --instance {builder.id} < {_SCRUB} && rm {_SCRUB} && sync"
             step(connection, builder, command, check)
+
+
+def image_this_instance(aws: Aws, plan: Plan, progress: Progress) -> Image:
+    """Make an image of the running instance that this runs on, for a builder to start from.
+
+    It holds all that the user has on this disk: the caller removes it as soon as the nodes' image is made.
+
+    Raises:
+        IcomError, botocore's errors: as bake.
+    """
+    with progress.doing("master", "EC2 makes an image of this instance's disk, which goes on running"):
+        os.sync()  # EC2 copies what is on the disk
+        return _image(aws, plan, raw_image_request(plan))
+
+
+def _image(aws: Aws, plan: Plan, request: dict[str, Any]) -> Image:
+    made = unless_made(
+        lambda: aws.ec2.create_image(**request),
+        "InvalidAMIName.Duplicate",
+        lambda: _by_name(aws, request["Name"]),
+        plan,
+    )
+    return wait_for_image(aws, made["ImageId"], IMAGE_MINUTES)
 
 
 def _by_name(aws: Aws, name: str) -> dict[str, Any] | None:

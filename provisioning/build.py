@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from provisioning.aws import Aws
-from provisioning.bake import IMAGE_MINUTES, bake
+from provisioning.bake import IMAGE_MINUTES, bake, image_this_instance
 from provisioning.cluster import Cluster, find_cluster
-from provisioning.ec2 import key_pair, placement_group, security_group
+from provisioning.ec2 import join_group, key_pair, placement_group, security_group
 from provisioning.images import wait_for_image
 from provisioning.launches import Launches, launch_somewhere, wait_until_running
 from provisioning.plan import Plan
 from provisioning.progress import Progress
 from provisioning.ssh import Login
-from provisioning.teardown import end_nodes
+from provisioning.teardown import end_nodes, remove_raw_images
 
 
 def build(aws: Aws, plan: Plan, cluster: Cluster, login: Login, launches: Launches, progress: Progress) -> Cluster:
@@ -27,15 +27,23 @@ def build(aws: Aws, plan: Plan, cluster: Cluster, login: Login, launches: Launch
     """
     say = progress.say
     group = security_group(aws, plan, cluster, say)
+    if plan.this and plan.join:
+        join_group(aws, plan.this, group)
+        say("this instance is in it too")
     client_key = None if plan.config.key_name else login.folder.client_key()
     if plan.make_key and client_key:
         key_pair(aws, plan, cluster, client_key, say)
+    if plan.this:
+        remove_raw_images(aws, plan.config.cluster)  # of a call that was killed
     if plan.image.state == "pending":  # of a call that was interrupted
         with progress.doing(plan.image.id, "EC2 still makes this image"):
             plan = replace(plan, image=wait_for_image(aws, plan.image.id, IMAGE_MINUTES))
     end_nodes(aws, [node.id for node in cluster.builders], plan.config.wait_minutes)
     if plan.bake:
-        plan = replace(plan, image=bake(aws, plan, group, client_key, login, launches, progress))
+        source = replace(plan, image=image_this_instance(aws, plan, progress)) if plan.this else plan
+        plan = replace(plan, image=bake(aws, source, group, client_key, login, launches, progress))
+        if plan.this:
+            remove_raw_images(aws, plan.config.cluster)
     if plan.make_placement:
         placement_group(aws, plan, say)
     if plan.roles:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import Any
 
@@ -16,11 +16,15 @@ TAG_CONTENT = "icom:content"
 """Of an image: the digest of the project that is installed in it."""
 TAG_BASE = "icom:base"
 """Of an image and of a node: the image that it was made from, as the options named it."""
+TAG_MASTER = "icom:master"
+"""Of all that `icom provision --from_this_instance` makes: the id of that instance, which is not the cluster's own."""
 TAG_ENDS = "icom:ends"
 ENDS_FORMAT = "%Y-%m-%dT%H:%M:%SZ"  # ISO 8601, UTC
 MASTER = "master"
 BUILDER = "builder"
 """Role of the instance that becomes an image; it is no node of the cluster."""
+RAW = "raw"
+"""Role of an image, and of its snapshot, from which only a builder starts: it holds what its instance's disk held."""
 ALIVE = ["pending", "running", "stopping", "stopped"]  # "shutting-down" and "terminated" do not come back
 
 
@@ -51,6 +55,13 @@ class Node:
     profile: str | None = None
     """Name of its instance profile."""
     efa: bool = False
+    master: str | None = None
+    """Id of the instance that made it and is its master (--from_this_instance)."""
+
+    @property
+    def address(self) -> str:
+        """Where ssh finds it. A master that is an instance too is let in where it comes from: inside the VPC."""
+        return str(self.private_ip if self.master else self.public_ip or self.private_ip)
 
 
 @dataclass(frozen=True)
@@ -66,6 +77,8 @@ class Cluster:
     key: dict[str, Any] | None
     """The key pair, as DescribeKeyPairs tells it, public half included."""
     placement: str | None
+    master: str | None = None
+    """Id of the instance that is its master without being its own (--from_this_instance)."""
 
     @property
     def empty(self) -> bool:
@@ -96,6 +109,8 @@ def find_cluster(aws: Aws, name: str, run: str | None = None) -> Cluster:
     keys = aws.ec2.describe_key_pairs(Filters=mine, IncludePublicKey=True)["KeyPairs"]
     placements = aws.ec2.describe_placement_groups(Filters=mine)["PlacementGroups"]
     placements = [p for p in placements if p["State"] in ("pending", "available")]
+    masters = [tags_of(thing).get(TAG_MASTER) for thing in (*groups, *keys, *placements)]
+    masters += [node.master for node in nodes]
     return Cluster(
         name,
         tuple(node for node in nodes if node.role != BUILDER),
@@ -103,7 +118,13 @@ def find_cluster(aws: Aws, name: str, run: str | None = None) -> Cluster:
         groups[0] if groups else None,
         keys[0] if keys else None,
         placements[0]["GroupName"] if placements else None,
+        next(filter(None, masters), None),
     )
+
+
+def find_master(aws: Aws, id: str) -> Node | None:
+    """The instance that a cluster has as its master without owning it; None if it is gone."""
+    return next((replace(node, role=MASTER) for node in find_nodes(aws, filters(instance_id=id))), None)
 
 
 def check_roles(cluster: Cluster) -> None:
@@ -155,6 +176,7 @@ def _node(instance: dict[str, Any]) -> Node:
         placement=instance["Placement"].get("GroupName") or None,
         profile=instance.get("IamInstanceProfile", {}).get("Arn", "").rpartition("/")[2] or None,
         efa=any(card.get("InterfaceType") == "efa" for card in instance.get("NetworkInterfaces", [])),
+        master=tags.get(TAG_MASTER),
     )
 
 

@@ -19,6 +19,8 @@ NODE_LIKE = re.compile(r"-(master|worker-\d+)$")
 CLUSTER_NAME = re.compile(r"[a-z][a-z0-9-]{0,31}")
 LEAST_GB = {False: 8, True: 30}
 """Of a node's disk, without and with icom on it."""
+AS_THIS_INSTANCE = frozenset(("ami", "instance_type", "ssh_user"))
+"""What --from_this_instance decides: nodes of a cluster are alike."""
 WIDEST_PREFIX = 8  # 10.0.0.0/8 is the largest network that can be one owner's own
 
 
@@ -77,6 +79,8 @@ class ProvisionConfig(InstanceConfig):
 
     count: int = 1
     """Nodes in all: 3 is a master and two workers."""
+    from_this_instance: bool = False
+    """Run on an EC2 instance: it becomes the master, as it is; the workers start from an image of its disk."""
     bake: bool = True
     """Start from an image that holds icom, tested; made first, once per content of this project. Else each installs."""
     volume_gb: int = 250
@@ -228,6 +232,9 @@ def load_provision_config(flags: ProvisionConfig, given: Sequence[str]) -> Provi
         except OmegaConfBaseException as error:
             raise UsageError(f"Bad value in {flags.config}: {str(error).splitlines()[0]}") from error
         config = loaded
+        given = [*given, *content]
+    if config.from_this_instance and (fixed := sorted(set(given) & AS_THIS_INSTANCE)):
+        raise UsageError(f"The workers' {', '.join(fixed)} are this instance's with --from_this_instance: drop it.")
     check_provision_config(config)
     return config
 
@@ -263,6 +270,11 @@ def check_provision_config(config: ProvisionConfig) -> None:
     check_instance_config(config)
     if config.count < 1:
         raise UsageError(f"--count has to be at least 1 (a master alone), not {config.count}.")
+    if config.from_this_instance:
+        if config.count < 2:
+            raise UsageError("--from_this_instance: this instance is the first of --count, which has to be 2 or more.")
+        if not (config.bake and config.setup):
+            raise UsageError("--from_this_instance makes an image and sets nodes up: drop --no_bake and --no_setup.")
     if config.volume_gb < (least := LEAST_GB[config.setup]):
         raise UsageError(f"--volume_gb has to be at least {least}, not {config.volume_gb}: the system has to fit.")
     if config.max_hours is not None:

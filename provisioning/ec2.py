@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from icom.errors import IcomError
 from provisioning.aws import Aws, error_code, filters, when_visible
 from provisioning.cluster import BUILDER, TAG_CLUSTER, TAG_RUN, Cluster, tags_of
 from provisioning.hostkeys import make_key
-from provisioning.plan import Plan, builder_plan, ingress_rules, launch_request
+from provisioning.plan import Plan, builder_plan, ingress_rules, launch_request, raw_image_request
+
+if TYPE_CHECKING:
+    from provisioning.this_instance import This
 
 Say = Callable[[str], None]
 
@@ -27,6 +30,11 @@ def rehearse(aws: Aws, plan: Plan) -> None:
         _would(aws.ec2.import_key_pair, **_key_request(plan, make_key().public))
     if plan.make_placement:
         _would(aws.ec2.create_placement_group, **_placement_request(plan))
+    if plan.this and plan.join:
+        as_it_is = {"NetworkInterfaceId": plan.this.interface, "Groups": list(plan.this.groups)}
+        _would(aws.ec2.modify_network_interface_attribute, **as_it_is)
+    if plan.this and plan.bake:
+        _would(aws.ec2.create_image, **raw_image_request(plan))
     for launch, role in [(plan, role) for role in plan.roles[:1]] + [(builder_plan(plan), BUILDER)] * plan.bake:
         request = launch_request(launch, role, plan.subnets[0].id, "", "")
         # What does not exist yet cannot be named.
@@ -45,7 +53,8 @@ def _would(call: Any, **request: Any) -> None:
     try:
         call(**request, DryRun=True)
     except ClientError as error:
-        if error_code(error) != "DryRunOperation":
+        # What an instance was made from may be gone; permissions are looked at before that.
+        if error_code(error) not in ("DryRunOperation", "InvalidAMIID.NotFound", "InvalidAMIID.Unavailable"):
             raise
 
 
@@ -130,6 +139,17 @@ def _sources(rule: dict[str, Any]) -> tuple[Any, ...]:
         sorted(entry["GroupId"] for entry in rule.get("UserIdGroupPairs", [])),
         sorted(entry["PrefixListId"] for entry in rule.get("PrefixListIds", [])),
     )
+
+
+def join_group(aws: Aws, this: This, group: str) -> None:
+    """Add the cluster's security group to those of the instance that this runs on.
+
+    `teardown.release` takes it away again.
+    """
+    card = this.interface
+    (now,) = aws.ec2.describe_network_interfaces(NetworkInterfaceIds=[card])["NetworkInterfaces"]
+    groups = [*(entry["GroupId"] for entry in now["Groups"]), group]  # the request replaces the whole list
+    when_visible(lambda: aws.ec2.modify_network_interface_attribute(NetworkInterfaceId=card, Groups=groups))
 
 
 def key_pair(aws: Aws, plan: Plan, cluster: Cluster, client_key: str, say: Say) -> None:

@@ -119,7 +119,7 @@ class Folder:
         for node in nodes:
             blocks.append(
                 f"Host {' '.join(ssh_names(self.path.name, node.role))}\n"
-                f"  HostName {node.public_ip or node.private_ip}\n"
+                f"  HostName {node.address}\n"
                 f"  HostKeyAlias {node.id}\n"
                 f"  User {user}\n"
                 f'  IdentityFile "{identity}"\n'
@@ -138,8 +138,7 @@ class Folder:
         """Put new addresses into the ssh config: public ones change with every start."""
         text = self.ssh_config.read_text()
         for node in nodes:
-            address = node.public_ip or node.private_ip
-            text = re.sub(rf"HostName \S+(\s+HostKeyAlias {node.id}\s)", rf"HostName {address}\1", text)
+            text = re.sub(rf"HostName \S+(\s+HostKeyAlias {node.id}\s)", rf"HostName {node.address}\1", text)
         write_atomically(self.ssh_config, text.encode(), "$ICOM_CLUSTERS_DIR")
 
     def remove(self) -> None:

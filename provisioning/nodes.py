@@ -42,6 +42,11 @@ MAKE_MASTER_KEY = (
     "ssh-keygen -y -f .ssh/id_ed25519"
 )
 INCLUDE = "Include icom_config"
+# What stands there before icom's first, on a master that somebody has used already.
+KEEP_FILES = (
+    "for file in hosts .cache/huggingface/accelerate/default_config.yaml; do "
+    '[ ! -e "$file" ] || [ -e "$file.before_icom" ] || cp -p "$file" "$file.before_icom" || exit; done'
+)
 
 
 def node_name(node: Node) -> str:
@@ -79,6 +84,7 @@ def set_up(
     wait_minutes: float,
     progress: Progress,
     check: Callable[[], None],
+    here: Any = None,
 ) -> None:
     """Bring all nodes to where mpirun on the master trains on all of them.
 
@@ -89,25 +95,29 @@ def set_up(
         wait_minutes: how long to wait for a node's ssh.
         progress: told what is going on.
         check: called before each step and each attempt to connect; what it raises stops.
+        here: where this runs on the master itself: what runs commands there. Its host key and its icom stay.
 
     Raises:
         IcomError: which step failed on which node, with the node's own lines.
     """
     with ExitStack() as stack:
-        open_: dict[str, Any] = {}
-        for node in nodes:
+        open_: dict[str, Any] = {nodes[0].id: here} if here else {}
+        away = [node for node in nodes if node.id not in open_]
+        for node in away:
             with progress.doing(node.role, "booting"):
                 open_[node.id] = stack.enter_context(patient_connect(login, node, wait_minutes, check))
                 step(open_[node.id], node, WAIT_FOR_BOOT, check, BOOT_SECONDS)
-        for node in nodes:
+        for node in away:
             first = login.folder.host_key(unborn_name(node.run, node.role))
             if first in login.folder.host_keys(node.id):
                 with progress.doing(node.role, "making a host key of its own"):
                     made = _replace_host_key(login, node, open_[node.id], wait_minutes, check)
                     open_[node.id] = stack.enter_context(made)
-        for node in nodes:
+        for node in away:
             install(open_[node.id], node, gpus, check, progress)
         master = nodes[0]
+        if here:
+            step(here, master, KEEP_FILES, check)
         key = step(open_[master.id], master, MAKE_MASTER_KEY, check).strip()
         for node in nodes:
             line = shlex.quote(f"{key} icom master")

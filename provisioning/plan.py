@@ -13,10 +13,12 @@ from provisioning.cluster import (
     ALIVE,
     BUILDER,
     ENDS_FORMAT,
+    RAW,
     TAG_BASE,
     TAG_CLUSTER,
     TAG_CONTENT,
     TAG_ENDS,
+    TAG_MASTER,
     TAG_ROLE,
     TAG_RUN,
     Cluster,
@@ -28,10 +30,9 @@ from provisioning.cluster import (
 from provisioning.config import ProvisionConfig, as_options
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from provisioning.images import Image
     from provisioning.survey import Subnet, Survey
+    from provisioning.this_instance import This
 
 BUILDER_GB, BUILDER_GB_MORE = 30, 20
 """Disk of the instance that becomes an image: nodes' disks have to be as large."""
@@ -66,6 +67,10 @@ class Plan:
     make_placement: bool
     capacity_block: bool
     ends: datetime | None
+    this: This | None = None
+    """The instance that this runs on, where it is the master."""
+    join: bool = False
+    """Whether `this` is still to get the cluster's security group."""
 
     @property
     def name(self) -> str:
@@ -82,6 +87,7 @@ class Plan:
         tags = {"Name": f"{self.name}-{role}" if role else self.name, TAG_CLUSTER: self.config.cluster}
         tags |= {TAG_RUN: self.run} | ({TAG_ROLE: role} if role else {})
         tags |= {TAG_BASE: self.image.base} if role else {}
+        tags |= {TAG_MASTER: self.this.node.id} if self.this else {}
         if self.ends and kind == "instance":
             tags[TAG_ENDS] = f"{self.ends:{ENDS_FORMAT}}"
         return {"ResourceType": kind, "Tags": [{"Key": key, "Value": value} for key, value in tags.items()]}
@@ -95,7 +101,7 @@ def missing_roles(config: ProvisionConfig, cluster: Cluster) -> list[str]:
         IcomError: two nodes have one role.
     """
     check_roles(cluster)
-    wanted = role_names(config.count)
+    wanted = role_names(config.count)[config.from_this_instance :]
     remedy = f"Tear it down first (icom teardown{as_options(config)}) or choose another --cluster."
     for node in cluster.nodes:
         if node.role not in wanted:
@@ -139,7 +145,12 @@ def _shape(config: ProvisionConfig, node: Node) -> list[tuple[str, str, str]]:
 
 
 def make_plan(
-    config: ProvisionConfig, cluster: Cluster, found: Survey, key_here: bool, only_image: bool = False
+    config: ProvisionConfig,
+    cluster: Cluster,
+    found: Survey,
+    key_here: bool,
+    only_image: bool = False,
+    this: This | None = None,
 ) -> Plan:
     """Lay down what is to be made.
 
@@ -149,6 +160,7 @@ def make_plan(
         found: what the region offers.
         key_here: whether the private half of the key pair that `cluster` tells is on this computer.
         only_image: make no nodes, but the image that they would start from.
+        this: the instance that this runs on, where it is to be the master.
 
     Raises:
         UsageError: as missing_roles; or the nodes that exist let in a key that is not here.
@@ -178,6 +190,8 @@ def make_plan(
         make_placement=config.placement_group and cluster.placement is None,
         capacity_block=found.reservation_block,
         ends=_end(config, cluster, now, growing=bool(roles)),
+        this=this,
+        join=this is not None and (cluster.group is None or cluster.group["GroupId"] not in this.groups),
     )
 
 
@@ -248,6 +262,21 @@ def image_request(plan: Plan, builder: str) -> dict[str, Any]:
     }
 
 
+def raw_image_request(plan: Plan) -> dict[str, Any]:
+    """The CreateImage request for the root disk of the instance that this runs on, which goes on running."""
+    assert plan.this
+    kinds = ("image", "snapshot")
+    return {
+        "InstanceId": plan.this.node.id,
+        "Name": f"icom-raw-{plan.run}",
+        "Description": "for minutes: what is on the disk of an instance, not cleaned",
+        "NoReboot": True,
+        # Its other disks are data, and the scrub leaves them alone.
+        "BlockDeviceMappings": [{"DeviceName": name, "NoDevice": ""} for name in plan.this.data_disks],
+        "TagSpecifications": [plan.tags(kind, RAW) for kind in kinds],
+    }
+
+
 def launch_request(plan: Plan, role: str, subnet: str, group: str, user_data: str) -> dict[str, Any]:
     """The RunInstances request for one node.
 
@@ -311,80 +340,8 @@ def ingress_rules(plan: Plan, group: str) -> list[dict[str, Any]]:
     ]
 
 
-def plan_table(plan: Plan, found: Survey) -> Table:
-    """The plan for people: every resource with what it costs, and the checks."""
-    from rich import box
-    from rich.table import Table
-
-    config, prices = plan.config, found.prices
-    title = f"Cluster {config.cluster} in {found.region}, account {found.account}"
-    table = Table(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE)
-    table.add_column("", no_wrap=True)
-    table.add_column("what", overflow="fold")
-    table.add_column("USD/hour", justify="right")
-    table.add_column("USD/month", justify="right")
-
-    def row(new: bool, what: str, hour: float | None = 0.0, month: float | None = 0.0) -> None:
-        table.add_row("+" if new else "there", what, _dollars(hour), _dollars(month))
-
-    anywhere = " (the whole internet)" if plan.ssh_from.prefixlen == 0 else ""
-    row(plan.make_group, f"security group {plan.name}: ssh from {plan.ssh_from}{anywhere}, all among the nodes")
-    if not config.key_name:
-        row(plan.make_key, f"key pair {plan.name}")
-    if config.placement_group:
-        row(plan.make_placement, f"placement group {plan.name}")
-    if plan.bake:
-        builder = builder_plan(plan).config
-        what = f"builder: {builder.instance_type}, {builder.volume_gb} GB, some 15 minutes, until the image is made"
-        row(True, what, None if plan.gpus else prices.per_hour)
-        what = "image with icom in it, tested, for all clusters; per GB of its snapshot"
-        row(True, what, month=prices.snapshot_gb_month)
-    per_disk = None if prices.per_gb_month is None else prices.per_gb_month * sum(disk_sizes(plan).values())
-    for node in plan.there:
-        row(False, f"{node.role}: {node.id}, {node.zone}, {node.state}", prices.per_hour, per_disk)
-    kind = f"{config.instance_type}{' spot' if config.spot else ''}, {config.volume_gb} GB encrypted gp3"
-    for role in plan.roles:
-        row(True, f"{role}: {kind}", prices.per_hour, per_disk)
-    nodes = len(plan.there) + len(plan.roles)
-    addresses = 0 if config.private_ip else nodes
-    if addresses:
-        what = f"{addresses} public IPv4 addresses, {prices.per_address:g} USD/hour each while their nodes run"
-        row(bool(plan.roles), what, prices.per_address * addresses)
-    table.add_section()
-    hour = None if prices.per_hour is None else prices.per_hour * nodes + prices.per_address * addresses
-    table.add_row(
-        "", f"{nodes} nodes running, with all that is theirs", _dollars(hour), _dollars(_times(per_disk, nodes))
-    )
-    zones = " or ".join(dict.fromkeys(subnet.zone for subnet in plan.subnets))
-    per_gb = "" if prices.per_gb_month is None else f"; a GB of disk {prices.per_gb_month:g} USD/month"
-    table.caption = (
-        f"Image: {plan.image.id}. Zone: {zones}. Prices: {prices.source}{per_gb}. Quota: {found.quota}. "
-        f"Ends: {_ends(plan)}."
-    )
-    return table
-
-
-def _ends(plan: Plan) -> str:
-    """When the nodes end, and what has decided it."""
-    asked = plan.config.max_hours is not None
-    if plan.ends is None:
-        return "when you say so: icom teardown" + (" (--max_hours has no effect on nodes that are there)" * asked)
-    if not plan.there:
-        why = "--max_hours"
-    else:
-        why = "as the nodes that are there" + ("; --max_hours has no effect on them" * asked)
-    return f"{plan.ends:%Y-%m-%d %H:%M} UTC ({why})"
-
-
-def _times(value: float | None, factor: int) -> float | None:
-    return None if value is None else value * factor
-
-
-def _dollars(value: float | None) -> str:
-    return "?" if value is None else f"{value:.2f}" if value else ""
-
-
 def is_complete(plan: Plan) -> bool:
     """Whether there is nothing to make (the rules of an existing security group aside)."""
     running = all(node.state == ALIVE[1] for node in plan.there)
-    return running and not (plan.roles or plan.bake or plan.make_group or plan.make_key or plan.make_placement)
+    make = plan.roles or plan.bake or plan.make_group or plan.make_key or plan.make_placement or plan.join
+    return running and not make

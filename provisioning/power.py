@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from icom.errors import UsageError
 from provisioning.aws import Aws, connect, explained, filters, wait_for
-from provisioning.cluster import Cluster, Node, find_cluster, find_nodes
+from provisioning.cluster import Cluster, Node, find_cluster, find_master, find_nodes
 from provisioning.config import StartConfig, StatusConfig, StopConfig, check_cluster_name, check_wait_minutes
 from provisioning.hostkeys import folder_of
 
@@ -19,25 +19,28 @@ def status(config: StatusConfig) -> None:
         aws = connect(config.region, config.profile)
         cluster = find_cluster(aws, config.cluster)
         images = aws.ec2.describe_images(Owners=["self"], Filters=filters(tag_cluster=config.cluster))["Images"]
+        master = find_master(aws, cluster.master) if cluster.master else None
     for image in images:
         size = sum(disk["Ebs"]["VolumeSize"] for disk in image["BlockDeviceMappings"] if "Ebs" in disk)
         console.print(f"Image {image['ImageId']} ({image['State']}), a snapshot of {size} GB at most.")
     if cluster.empty:
         console.print(f"There is no cluster {config.cluster} in {aws.region}.")
         return
-    console.print(_table(aws, cluster))
+    console.print(_table(aws, cluster, master))
 
 
-def _table(aws: Aws, cluster: Cluster) -> object:
+def _table(aws: Aws, cluster: Cluster, master: Node | None) -> object:
+    """`master`: an instance that is the master without being the cluster's own."""
     from rich import box
     from rich.table import Table
 
-    kinds = ", ".join(dict.fromkeys(f"{n.type}{' spot' if n.spot else ''} in {n.zone}" for n in cluster.nodes))
-    title = f"Cluster {cluster.name} in {aws.region}: {len(cluster.nodes)} nodes" + (f", {kinds}" if kinds else "")
+    nodes = (master, *cluster.nodes) if master else cluster.nodes
+    kinds = ", ".join(dict.fromkeys(f"{n.type}{' spot' if n.spot else ''} in {n.zone}" for n in nodes))
+    title = f"Cluster {cluster.name} in {aws.region}: {len(nodes)} nodes" + (f", {kinds}" if kinds else "")
     table = Table(title=title, title_justify="left", box=box.SIMPLE, caption_justify="left")
     for column in ("node", "id", "state", "private", "public"):
         table.add_column(column, no_wrap=True)
-    for node in cluster.nodes + cluster.builders:
+    for node in nodes + cluster.builders:
         addresses = (node.private_ip or "–", node.public_ip or "–")
         table.add_row(node.role, node.id, node.state, *addresses)
     group = cluster.group

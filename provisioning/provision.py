@@ -15,15 +15,18 @@ from provisioning.build import build
 from provisioning.cluster import Cluster, Node, find_cluster
 from provisioning.config import BakeConfig, ProvisionConfig, as_options, check_instance_config, key_file
 from provisioning.ec2 import rehearse
+from provisioning.environment import IN_ENVIRONMENT
 from provisioning.hostkeys import Folder, folder_of
 from provisioning.launches import Launches, learn_launched
 from provisioning.nodes import set_up
-from provisioning.plan import Plan, is_complete, make_plan, missing_roles, plan_table
+from provisioning.plan import Plan, is_complete, make_plan, missing_roles
+from provisioning.plan_table import plan_table
 from provisioning.progress import Progress
 from provisioning.ssh import Login
 from provisioning.sshinclude import add_include
 from provisioning.survey import Survey, survey
 from provisioning.teardown import confirm, remove, settle
+from provisioning.this_instance import Here, Identity, This, master_here, where_am_i
 
 REMOVE_MINUTES = 10
 """How long removing waits for instances to end; a short --wait_minutes must not make it give up."""
@@ -64,9 +67,11 @@ def _make(config: ProvisionConfig, only_image: bool) -> None:
             raise Stopped(f"Stopped making {config.cluster}.", stop.signal_number)
 
     with explained():
-        aws = connect(config.region, config.profile, check)
+        aws, own = _connect(config, check)
         folder = folder_of(aws.account, aws.region, config.cluster)
-        before, found, plan = _plan(aws, config, folder, only_image)
+        before = find_cluster(aws, config.cluster)
+        config, this = master_here(aws, config, before, own)
+        found, plan = _plan(aws, config, before, folder, only_image, this)
         if only_image and not plan.bake:
             print(f"Nothing to do: image {plan.image.id} has this content ({plan.image.state}).")
             return
@@ -86,12 +91,15 @@ def _make(config: ProvisionConfig, only_image: bool) -> None:
             try:
                 cluster = build(aws, plan, before, login, launches, progress)
                 strangers = [node for node in cluster.nodes if not folder.settle(node)]
-                if not only_image:
-                    folder.write_ssh_config(
-                        cluster.nodes, login.user, login.identity
-                    )  # also for who looks at a failure
+                if not only_image:  # now, for who looks at a failure
+                    folder.write_ssh_config(cluster.nodes, login.user, login.identity)
                 if config.setup and not only_image:
-                    set_up(login, cluster.nodes, plan.gpus, config.wait_minutes, progress, check)
+                    set_up(
+                        login,
+                        (this.node, *cluster.nodes) if this else cluster.nodes,
+                        *(plan.gpus, config.wait_minutes, progress, check),
+                        Here() if this else None,
+                    )
                 check()
             except BaseException as error:
                 removing = True
@@ -106,26 +114,33 @@ def _make(config: ProvisionConfig, only_image: bool) -> None:
                 return
         if config.ssh_include:
             add_include()
-        _finish(config, plan, cluster, strangers)
+        _finish(config, plan, len(cluster.nodes) + bool(this), strangers)
 
 
-def _plan(aws: Aws, config: ProvisionConfig, folder: Folder, only_image: bool) -> tuple[Cluster, Survey, Plan]:
-    """What there is, what the region offers, and what is to be made.
+def _connect(config: ProvisionConfig, check: Callable[[], None]) -> tuple[Aws, Identity | None]:
+    """The connection to AWS, and with --from_this_instance the instance that this runs on, whose region it has."""
+    own = where_am_i(config) if config.from_this_instance else None
+    return connect(own.region if own else config.region, config.profile, check), own
+
+
+def _plan(
+    aws: Aws, config: ProvisionConfig, before: Cluster, folder: Folder, only_image: bool, this: This | None
+) -> tuple[Survey, Plan]:
+    """What the region offers, and what is to be made.
 
     Raises:
         UsageError: what was asked for cannot be.
     """
-    before = find_cluster(aws, config.cluster)
     missing = [] if only_image else missing_roles(config, before)
-    found = survey(aws, config, before, len(missing), only_image)
+    found = survey(aws, config, before, len(missing), only_image, this)
     key_here = folder.has_key(before.key["PublicKey"] if before.key else "")
-    plan = make_plan(config, before, found, key_here, only_image)
+    plan = make_plan(config, before, found, key_here, only_image, this)
     if config.setup and (unknown := [node.role for node in plan.there if not folder.settle(node)]):
         raise UsageError(
             f"The host keys of {', '.join(unknown)} are not known on this computer: {config.cluster} was made on "
             f"another one. Go on there, or tear it down: icom teardown{as_options(config)}"
         )
-    return before, found, plan
+    return found, plan
 
 
 def _say_if_heard(text: str) -> None:
@@ -189,16 +204,20 @@ def _remove_all_but_image(aws: Aws, plan: Plan) -> None:
         )
 
 
-def _finish(config: ProvisionConfig, plan: Plan, cluster: Cluster, strangers: list[Node]) -> None:
+def _finish(config: ProvisionConfig, plan: Plan, count: int, strangers: list[Node]) -> None:
     """Say what there is and the next commands to type."""
     where = as_options(config)
     what = "Nothing to do:" if is_complete(plan) else "Done:"
-    print(f"{what} {len(cluster.nodes)} nodes of {config.cluster} run" + (" and can train." if config.setup else "."))
+    print(f"{what} {count} nodes of {config.cluster} run" + (" and can train." if config.setup else "."))
     for node in strangers:
         print(
             f"! The host key of {node.role} ({node.id}) is not known on this computer, so ssh refuses it. It was made "
             "on another one."
         )
+    if plan.this:
+        train = "accelerate launch textual_inversion_icom.py …"
+        print(f"  {IN_ENVIRONMENT}mpirun -f ~/hosts -n {count} -ppn 1 {train}\n  icom teardown{where}")
+        return
     if config.setup:
         profile = f"AWS_PROFILE={shlex.quote(config.profile)} " if config.profile else ""
         print(f"  {profile}icom train --on {config.cluster} --train_data_dir photos --placeholder_token '<mine>' …")

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from icom.errors import IcomError, UsageError
 from provisioning.aws import connect, explained, filters
-from provisioning.cluster import find_nodes
+from provisioning.cluster import MASTER, find_nodes
 from provisioning.config import (
     PullConfig,
     PushConfig,
@@ -69,6 +69,11 @@ def reach(where: WhereConfig, node: str | None) -> Folder:
     states = {node.role: node.state for node in nodes}
     if not states:
         raise UsageError(f"There is no cluster {where.cluster} in {aws.region}.")
+    if nodes[0].master and node in (None, MASTER):
+        raise UsageError(
+            f"The master of {where.cluster} is {nodes[0].master}, which made it (--from_this_instance). Work there: "
+            "mpirun -f ~/hosts, without icom ssh and --on."
+        )
     if node is not None and node not in states:
         raise UsageError(f"{where.cluster} has no node {node}. It has: {', '.join(states)}.")
     for role in states if node is None else [node]:

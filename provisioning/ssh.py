@@ -59,7 +59,7 @@ def connect(login: Login, node: Node, keys: Sequence[str] | None = None) -> Any:
         raise IcomError(
             f"The host key of {node.role} ({node.id}) is not known on this computer: it was made on another one."
         )
-    address = str(node.public_ip or node.private_ip)
+    address = node.address
     for key in accepted:
         kind, blob = key.split()[:2]
         client = paramiko.SSHClient()

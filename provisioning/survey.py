@@ -8,7 +8,7 @@ import socket
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from icom.errors import IcomError, UsageError
 from provisioning import project
@@ -17,6 +17,9 @@ from provisioning.cluster import Cluster, Node
 from provisioning.config import ProvisionConfig, ssh_source
 from provisioning.images import Image, baked_image, base_image, find_image
 from provisioning.prices import Prices, look_up
+
+if TYPE_CHECKING:
+    from provisioning.this_instance import This
 
 STANDARD = ("L-1216C47A", "L-34B43A08")
 QUOTAS = {
@@ -63,8 +66,17 @@ class Survey:
     prices: Prices
 
 
-def survey(aws: Aws, config: ProvisionConfig, cluster: Cluster, missing: int, only_image: bool = False) -> Survey:
+def survey(
+    aws: Aws,
+    config: ProvisionConfig,
+    cluster: Cluster,
+    missing: int,
+    only_image: bool = False,
+    this: This | None = None,
+) -> Survey:
     """Find out what `missing` more nodes need, or with `only_image` the instance that becomes their image.
+
+    With `this` (--from_this_instance) the image is made from that instance.
 
     Raises:
         UsageError: what was asked for is not there: type, zone, subnet, addresses, image, key, quota.
@@ -72,7 +84,7 @@ def survey(aws: Aws, config: ProvisionConfig, cluster: Cluster, missing: int, on
     """
     kind = _instance_type(aws, config)
     content = _content(kind) if config.bake and config.setup else None
-    image, bake = _images(aws, config, () if only_image else cluster.nodes, kind, content)
+    image, bake = _images(aws, config, () if only_image else cluster.nodes, kind, content, this)
     bake = bake and (missing > 0 or only_image)
     zones = _zones(aws, config.instance_type)
     block = False
@@ -80,6 +92,8 @@ def survey(aws: Aws, config: ProvisionConfig, cluster: Cluster, missing: int, on
         zone, block = _reservation(aws, config, missing)
         zones = [zone]
     subnets = _subnets(aws, config, cluster, zones, max(missing, bake))
+    if this and subnets[0].vpc != this.node.vpc:
+        raise UsageError(f"{subnets[0].id} is in {subnets[0].vpc}, this instance in {this.node.vpc}: another --subnet.")
     if config.key_name:
         _check_key_name(aws, config.key_name)
     vcpus = kind["VCpuInfo"]["DefaultVCpus"]
@@ -135,11 +149,17 @@ def _content(kind: dict[str, Any]) -> str:
 
 
 def _images(
-    aws: Aws, config: ProvisionConfig, nodes: tuple[Node, ...], kind: dict[str, Any], content: str | None
+    aws: Aws,
+    config: ProvisionConfig,
+    nodes: tuple[Node, ...],
+    kind: dict[str, Any],
+    content: str | None,
+    this: This | None,
 ) -> tuple[Image, bool]:
     """The image to start from, and whether the nodes' is still to be baked from it.
 
     Nodes of one cluster have one image: that of those which are there, else the one with this content, else the base.
+    The base of an instance's workers is that instance.
     """
     architectures = kind["ProcessorInfo"]["SupportedArchitectures"]
     first = next(iter(nodes), None)
@@ -147,7 +167,7 @@ def _images(
     if image:
         bake = False
     else:
-        image = base_image(aws, config, architectures, _gpus(kind) > 0)
+        image = this.image if this else base_image(aws, config, architectures, _gpus(kind) > 0)
         baked = image if image.content == content else baked_image(aws, content, image) if content else None
         image, bake = baked or image, content is not None and baked is None
     if image.architecture not in architectures:

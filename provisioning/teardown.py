@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from icom.errors import IcomError, UsageError
 from provisioning.aws import POLL_SECONDS, Aws, connect, error_code, explained, filters, pages, wait_for, when_visible
-from provisioning.cluster import TAG_CLUSTER, TAG_RUN, find_nodes
+from provisioning.cluster import RAW, TAG_CLUSTER, TAG_MASTER, TAG_ROLE, TAG_RUN, find_nodes, tags_of
 from provisioning.config import TeardownConfig, as_options, check_cluster_name, check_wait_minutes
 from provisioning.hostkeys import folder_of, places_of
 from provisioning.sshinclude import remove_include_if_unused
@@ -21,7 +21,7 @@ GONE = (
 )
 IN_USE = ("DependencyViolation", "InvalidPlacementGroup.InUse", "VolumeInUse", "InvalidSnapshot.InUse")
 IMAGES = ("image", "snapshot")
-"""Kinds that outlive a cluster unless --all_images is given."""
+"""Kinds that outlive a cluster unless --all_images is given; raw ones never do."""
 SETTLE_TRIES, SETTLE_SECONDS, SETTLE_EMPTY = 12, 3, 3
 
 T = TypeVar("T")
@@ -167,10 +167,43 @@ def remove(
         say(f"ending {', '.join(f'{node.role} ({node.id})' for node in nodes)}")
     attempt(end_nodes, aws, list(dict.fromkeys([*launched, *(node.id for node in nodes)])), wait_minutes)
     for kind in KINDS:
-        if images or kind.name not in IMAGES:
-            for item in attempt(_found, aws, kind, mine) or []:
-                attempt(gone, partial(getattr(aws.ec2, kind.delete), **{kind.id: item[kind.id]}))
+        which = mine if images or kind.name not in IMAGES else mine + filters(tag_role=RAW)
+        for item in attempt(_found, aws, kind, which) or []:
+            if kind.name == "security-group":
+                attempt(release, aws, item)
+            attempt(_delete, aws, kind, item)
     return errors
+
+
+def _delete(aws: Aws, kind: Kind, item: dict[str, Any]) -> None:
+    gone(partial(getattr(aws.ec2, kind.delete), **{kind.id: item[kind.id]}))
+
+
+def release(aws: Aws, group: dict[str, Any]) -> None:
+    """Take a cluster's security group from the instance that is its master without being its own; all others stay.
+
+    Raises:
+        IcomError: that instance has no other group, and EC2 wants one.
+    """
+    master = tags_of(group).get(TAG_MASTER)
+    if not master:
+        return
+    own = filters(**{"attachment.instance_id": master})
+    for card in pages(aws.ec2, "describe_network_interfaces", "NetworkInterfaces", Filters=own):
+        groups = [entry["GroupId"] for entry in card["Groups"]]
+        kept = [id for id in groups if id != group["GroupId"]]
+        if not kept:
+            raise IcomError(f"{master} has no security group but {group['GroupId']}: give it another one, then again.")
+        if kept != groups:
+            aws.ec2.modify_network_interface_attribute(NetworkInterfaceId=card["NetworkInterfaceId"], Groups=kept)
+
+
+def remove_raw_images(aws: Aws, name: str) -> None:
+    """Remove the images of a master's uncleaned disk, with their snapshots, whichever call made them."""
+    for kind in KINDS:
+        if kind.name in IMAGES:
+            for item in _found(aws, kind, filters(tag_cluster=name, tag_role=RAW)):
+                _delete(aws, kind, item)
 
 
 def _found(aws: Aws, kind: Kind, mine: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -219,7 +252,10 @@ def gone(delete: Callable[[], Any], tries: int = 24) -> None:
 
 
 def left_over(aws: Aws, name: str, run: str | None = None) -> list[tuple[str, str]]:
-    """(kind, id) of all in EC2 that carries the cluster's tag, and with `run` that run's; ended instances excepted."""
+    """(kind, id) of all in EC2 that carries the cluster's tag, and with `run` that run's; ended instances excepted.
+
+    The kind of raw images and their snapshots is not in IMAGES: they never stay.
+    """
     tagged = pages(aws.ec2, "describe_tags", "Tags", Filters=filters(key=TAG_CLUSTER, value=name))
     found = {(tag["ResourceType"], tag["ResourceId"]) for tag in tagged}
     if run:
@@ -228,7 +264,11 @@ def left_over(aws: Aws, name: str, run: str | None = None) -> list[tuple[str, st
     ended = filters(tag_cluster=name) + filters(instance_state_name=["shutting-down", "terminated"])
     reservations = pages(aws.ec2, "describe_instances", "Reservations", Filters=ended)
     ghosts = {("instance", i["InstanceId"]) for reservation in reservations for i in reservation["Instances"]}
-    return sorted(found - ghosts)
+    raw: set[tuple[str, str]] = set()
+    if any(kind in IMAGES for kind, _ in found):
+        tagged = pages(aws.ec2, "describe_tags", "Tags", Filters=filters(key=TAG_ROLE, value=RAW))
+        raw = {(tag["ResourceType"], tag["ResourceId"]) for tag in tagged}
+    return sorted((f"raw {kind}" if (kind, id) in raw else kind, id) for kind, id in found - ghosts)
 
 
 def settle(aws: Aws, name: str, run: str | None = None, images: bool = False) -> list[tuple[str, str]]:

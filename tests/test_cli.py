@@ -103,7 +103,7 @@ SURFACE = {
         *("cluster", "region", "profile", "count", "instance_type", "ami", "bake", "ssh_user", "subnet", "volume_gb"),
         *("spot", "placement_group", "capacity_reservation", "efa", "key_name", "key_file", "instance_profile"),
         *("ssh_from", "ssh_from_anywhere", "address_url", "private_ip", "max_hours", "setup", "wait_minutes"),
-        *("keep_on_failure", "dry_run", "yes", "ssh_include", "config"),
+        *("keep_on_failure", "dry_run", "yes", "ssh_include", "config", "from_this_instance"),
     },
     "bake": {
         *("cluster", "region", "profile", "instance_type", "ami", "ssh_user", "subnet", "key_name", "key_file"),

@@ -33,7 +33,8 @@ ec2 = boto3.client("ec2")
 vpc = ec2.create_vpc(CidrBlock="198.18.0.0/24")["Vpc"]["VpcId"]
 subnet = ec2.create_subnet(VpcId=vpc, CidrBlock="198.18.0.0/24", AvailabilityZone="eu-central-1a")["Subnet"]["SubnetId"]
 taken = {taken}
-ec2.run_instances(ImageId="ami-00000000000000aa1", MinCount=taken, MaxCount=taken, SubnetId=subnet)
+like = {"ImageId": "ami-00000000000000aa1", "InstanceType": "m6i.4xlarge", "SubnetId": subnet}
+ec2.run_instances(MinCount=taken, MaxCount=taken, **like)
 print(subnet)
 """
 """A subnet whose next free address is the one after the laptop's."""

@@ -1,0 +1,222 @@
+"""`icom provision --from_this_instance`: the EC2 instance that this runs on, as the master of a cluster.
+
+It does not belong to that cluster. Nothing ends, stops or tags it: what icom ends is found by tags, and it gets none.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import pwd
+import re
+import subprocess
+import tempfile
+import urllib.request
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from icom.errors import UsageError
+from provisioning.aws import Aws, filters, pages
+from provisioning.cluster import TAG_CLUSTER, Cluster, Node, find_master, tags_of
+from provisioning.config import ProvisionConfig
+from provisioning.images import Image
+from provisioning.install import FOLDER
+from provisioning.project import ROOT
+
+METADATA = "http://169.254.169.254"
+METADATA_SECONDS = 2
+TOKEN_SECONDS = 60
+SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What the instance metadata service says."""
+
+    id: str
+    region: str
+
+
+@dataclass(frozen=True)
+class This:
+    """The instance that this runs on."""
+
+    node: Node
+    """It, as master."""
+    image: Image
+    """Its root disk as an image that is still to be made; its base is the instance's id."""
+    data_disks: tuple[str, ...]
+    """Device names of its other EBS disks."""
+    interface: str
+    """Id of its first network interface."""
+    groups: tuple[str, ...]
+    """Ids of that interface's security groups."""
+
+
+def where_am_i(config: ProvisionConfig) -> Identity:
+    """The instance that this runs on, fit to be a master: icom is where nodes have it, with an mpirun.
+
+    Raises:
+        UsageError: this is no EC2 instance, or not in --region; icom is elsewhere.
+        IcomError: there is no mpirun.
+    """
+    from icom.launch.mpi import find_mpi
+
+    own = _identity()
+    if config.region not in (None, own.region):
+        raise UsageError(f"This instance is in {own.region}, not in {config.region}: drop --region.")
+    place = Path.home() / FOLDER
+    if place.is_symlink() or place.resolve() != ROOT.resolve():  # mpirun wants its programs at the same path everywhere
+        real = ROOT.resolve()
+        free = f"rm {place} && " if place.is_symlink() else f"mv {place} {place}.other && " if place.exists() else ""
+        raise UsageError(
+            f"All nodes have icom in the folder {place}, and this one runs it from {real}. Move it: {free}mv {real} "
+            f"{place} && make -C {place} setup-master EXTRAS=mpi,aws"
+        )
+    find_mpi("auto")
+    return own
+
+
+def _identity() -> Identity:
+    endpoint = os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT") or METADATA
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # it is on this very machine
+
+    def ask(path: str, method: str, header: str, value: str) -> str:
+        request = urllib.request.Request(f"{endpoint.rstrip('/')}/latest/{path}", method=method)
+        request.add_header(f"X-aws-ec2-metadata-{header}", value)
+        with opener.open(request, timeout=METADATA_SECONDS) as answer:
+            return str(answer.read(10_000).decode())
+
+    try:
+        token = ask("api/token", "PUT", "token-ttl-seconds", str(TOKEN_SECONDS))
+        document = json.loads(ask("dynamic/instance-identity/document", "GET", "token", token))
+        found = Identity(document["instanceId"], document["region"])
+        if not re.fullmatch(r"i-[0-9a-f]+", found.id):
+            raise ValueError(f"it calls itself {found.id}")
+        return found
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"--from_this_instance: this is no EC2 instance ({endpoint} does not say which: {error}). Elsewhere leave "
+            "it away: icom provision launches the master too."
+        ) from error
+
+
+def master_here(
+    aws: Aws, config: ProvisionConfig, cluster: Cluster, own: Identity | None
+) -> tuple[ProvisionConfig, This | None]:
+    """The options as they follow from the instance that this runs on, and that instance; as they are without `own`.
+
+    Raises:
+        UsageError: the cluster has another master, or this instance cannot be one.
+    """
+    _check_master(cluster, own.id if own else None)
+    if own is None:
+        return config, None
+    this = _look_around(aws, own.id)
+    return replace(_as_this_instance(config, cluster, this), region=aws.region), this
+
+
+def _check_master(cluster: Cluster, this: str | None) -> None:
+    """Refuse to go on with a cluster that has another master than `this`, or where that is None than one of its own."""
+    if cluster.empty or cluster.master == this:
+        return
+    how = f"from {cluster.master} with --from_this_instance" if cluster.master else "without --from_this_instance"
+    raise UsageError(
+        f"Cluster {cluster.name} was made {how}. Go on that way, choose another --cluster, or tear it down: icom "
+        f"teardown --cluster {cluster.name}"
+    )
+
+
+def _look_around(aws: Aws, id: str) -> This:
+    """What EC2 knows of the instance that this runs on."""
+    found = pages(aws.ec2, "describe_instances", "Reservations", Filters=filters(instance_id=id))
+    node = find_master(aws, id)
+    if node is None or not found:
+        raise UsageError(f"Account {aws.account} has no instance {id} in {aws.region}: credentials of another account?")
+    (instance,) = found[0]["Instances"]
+    if TAG_CLUSTER in tags_of(instance):
+        cluster = tags_of(instance)[TAG_CLUSTER]
+        raise UsageError(
+            f"This instance belongs to the cluster {cluster} itself, and icom teardown would end it. Grow that one: "
+            f"icom provision --cluster {cluster}, where it was made."
+        )
+    root = instance["RootDeviceName"]
+    disks = {disk["DeviceName"]: disk["Ebs"]["VolumeId"] for disk in instance["BlockDeviceMappings"] if "Ebs" in disk}
+    if root not in disks:
+        raise UsageError(f"The root disk of this instance ({root}) is no EBS volume: no image can be made of it.")
+    (volume,) = aws.ec2.describe_volumes(VolumeIds=[disks[root]])["Volumes"]
+    image = Image(
+        id=node.image,
+        base=id,
+        architecture=instance["Architecture"],
+        root_device=root,
+        state="not made",
+        disks=({"DeviceName": root, "Ebs": {"VolumeSize": volume["Size"]}},),
+    )
+    first = min(instance["NetworkInterfaces"], key=lambda card: card["Attachment"]["DeviceIndex"])
+    groups = tuple(group["GroupId"] for group in first["Groups"])
+    data = tuple(sorted(set(disks) - {root}))
+    return This(node, image, data, first["NetworkInterfaceId"], groups)
+
+
+def _as_this_instance(config: ProvisionConfig, cluster: Cluster, this: This) -> ProvisionConfig:
+    """The options, with what follows from this instance: workers are like it, in its subnet, and let it alone in."""
+    return replace(
+        config,
+        instance_type=this.node.type,
+        ssh_user=getpass.getuser(),
+        subnet=config.subnet or ([] if cluster.nodes else [this.node.subnet]),
+        private_ip=config.private_ip or this.node.public_ip is None,
+        ssh_from=config.ssh_from or f"{this.node.private_ip}/32",
+    )
+
+
+class Here:
+    """Runs commands on this machine as a login by ssh would: from the home folder, without this process's variables.
+
+    As much of fabric's Connection as steps on a master need.
+    """
+
+    def run(self, command: str, **_: Any) -> SimpleNamespace:
+        """Start a command in bash.
+
+        Returns:
+            A promise as invoke's: whether it has ended, and its result.
+        """
+        user = pwd.getpwuid(os.getuid())
+        home = str(Path.home())
+        variables = {"HOME": home, "USER": user.pw_name, "LOGNAME": user.pw_name, "SHELL": user.pw_shell}
+        out, err = (tempfile.TemporaryFile("w+") for _ in range(2))  # noqa: SIM115 - join closes them
+        # A session of its own: Ctrl-C at the terminal is for us, who then undo things in order.
+        process = subprocess.Popen(
+            ["/bin/bash", "-c", command],
+            cwd=home,
+            env=variables | {"PATH": SYSTEM_PATH},
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
+
+        def join() -> SimpleNamespace:
+            code = process.wait()
+            said = []
+            for stream in (out, err):
+                with stream:
+                    stream.seek(0)
+                    said.append(stream.read())
+            return SimpleNamespace(failed=code != 0, exited=code, stdout=said[0], stderr=said[1])
+
+        return SimpleNamespace(runner=_Runner(process), join=join)
+
+
+@dataclass(frozen=True)
+class _Runner:
+    process: subprocess.Popen[bytes]
+
+    @property
+    def process_is_finished(self) -> bool:
+        return self.process.poll() is not None

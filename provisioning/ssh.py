@@ -158,12 +158,15 @@ def step(
     deadline = time.monotonic() + seconds
     try:
         running = connection.run(command, **streams, warn=True, in_stream=False, asynchronous=True)
-        while not running.runner.process_is_finished:
-            # What it raises leaves the command there to its end; who stops ends the node or comes again.
-            check()
-            if time.monotonic() >= deadline:
-                raise IcomError(f"{node.role} ({node.id}): no end after {seconds} s of: {command}")
-            PAUSE(LOOK_SECONDS)
+        try:
+            while not running.runner.process_is_finished:
+                check()
+                if time.monotonic() >= deadline:
+                    raise IcomError(f"{node.role} ({node.id}): no end after {seconds} s of: {command}")
+                PAUSE(LOOK_SECONDS)
+        except BaseException:
+            running.runner.kill()
+            raise
         done = running.join()
     except (OSError, EOFError, paramiko.SSHException) as error:
         raise IcomError(f"{node.role} ({node.id}): the connection broke ({error}) during: {command}") from error

@@ -10,13 +10,14 @@ import json
 import os
 import pwd
 import re
+import signal
 import subprocess
 import tempfile
 import urllib.request
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any
 
 from icom.errors import UsageError
 from provisioning.aws import Aws, filters, pages
@@ -180,11 +181,11 @@ class Here:
     As much of fabric's Connection as steps on a master need.
     """
 
-    def run(self, command: str, **_: Any) -> SimpleNamespace:
+    def run(self, command: str, **_: Any) -> _Running:
         """Start a command in bash.
 
         Returns:
-            A promise as invoke's: whether it has ended, and its result.
+            A promise as invoke's.
         """
         user = pwd.getpwuid(os.getuid())
         home = str(Path.home())
@@ -201,22 +202,34 @@ class Here:
             start_new_session=True,
         )
 
-        def join() -> SimpleNamespace:
-            code = process.wait()
-            said = []
-            for stream in (out, err):
-                with stream:
-                    stream.seek(0)
-                    said.append(stream.read())
-            return SimpleNamespace(failed=code != 0, exited=code, stdout=said[0], stderr=said[1])
-
-        return SimpleNamespace(runner=_Runner(process), join=join)
+        return _Running(process, out, err)
 
 
 @dataclass(frozen=True)
-class _Runner:
+class _Running:
+    """A promise and its runner, as invoke has them."""
+
     process: subprocess.Popen[bytes]
+    out: IO[str]
+    err: IO[str]
+
+    @property
+    def runner(self) -> _Running:
+        return self
 
     @property
     def process_is_finished(self) -> bool:
         return self.process.poll() is not None
+
+    def kill(self) -> None:
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.join()
+
+    def join(self) -> SimpleNamespace:
+        code = self.process.wait()
+        said = []
+        for stream in (self.out, self.err):
+            with stream:
+                stream.seek(0)
+                said.append(stream.read())
+        return SimpleNamespace(failed=code != 0, exited=code, stdout=said[0], stderr=said[1])

@@ -356,7 +356,7 @@ def test_ctrl_c_at_the_terminal_does_not_reach_the_step(tmp_path: Path) -> None:
     code = (
         "import signal, sys; from provisioning.this_instance import Here\n"
         "signal.signal(signal.SIGINT, lambda *_: None); print('ready', flush=True)\n"
-        "print(Here().run('echo $$ > pid; sleep 0.5; echo whole', 9).stdout)"
+        "print(Here().run('echo $$ > pid; sleep 0.5; echo whole').join().stdout)"
     )
     environment = os.environ | {"HOME": str(tmp_path)}
     with subprocess.Popen(

@@ -143,7 +143,7 @@ def own_images(ec2: Any, cluster: str) -> list[dict[str, Any]]:
 
 
 def test_life(
-    make: Icom, icom: Icom, master: Master, ec2: Any, nodes: Nodes, left: Left, wire: Wire, steps: Steps
+    make: Icom, icom: Icom, master: Master, ec2: Any, nodes: Nodes, left: Left, wire: Wire, steps: Steps, tmp_path: Path
 ) -> None:
     first = make("--cluster", "mine", "--count", "3")
     assert first.code == 0, first
@@ -179,6 +179,12 @@ def test_life(
     assert [step for step in here if step.endswith("node2 true")]
     (address,) = {r["CidrIp"] for rule in group["IpPermissions"] for r in rule["IpRanges"]}
     assert address == f"{master.look()['PrivateIpAddress']}/32"
+
+    # Workers are reached inside the VPC: their public addresses are for what they download.
+    (config,) = (tmp_path / "clusters").rglob("mine/ssh_config")
+    for node in workers:
+        assert node["PublicIpAddress"]
+        assert f"HostName {node['PrivateIpAddress']}\n  HostKeyAlias {node['InstanceId']}" in config.read_text()
 
     # Again, more, and looked at.
     wire.calls.clear()

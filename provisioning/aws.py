@@ -23,6 +23,8 @@ NOT_YET = (
     "InvalidKeyPair.NotFound",
     "InvalidPlacementGroup.Unknown",
     "InvalidInstanceID.NotFound",
+    "InvalidAMIID.NotFound",
+    "InvalidAMIID.Unavailable",
 )
 VISIBLE_TRIES = 8
 VISIBLE_SECONDS = 2.0
@@ -256,7 +258,7 @@ def explained() -> Iterator[None]:
         raise _explain(error) from error
     except (exceptions.NoCredentialsError, exceptions.PartialCredentialsError) as error:
         raise UsageError(f"No complete AWS credentials: {error}. {CREDENTIALS_HELP}") from error
-    except exceptions.TokenRetrievalError as error:
+    except (exceptions.TokenRetrievalError, exceptions.SSOError, exceptions.CredentialRetrievalError) as error:
         raise IcomError(f"AWS credentials cannot be renewed: {error}. {CREDENTIALS_HELP}") from error
     except (exceptions.BotoCoreError, ResponseParserError) as error:
         raise IcomError(f"AWS could not be asked: {error}. Check the network and --region.") from error

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from provisioning.aws import Aws, filters, wait_for
-from provisioning.cluster import Node, find_nodes
+from provisioning.cluster import Node
 from provisioning.ec2 import unless_made
 from provisioning.images import Image, wait_for_image
 from provisioning.install import install
-from provisioning.launches import Launches, launch_somewhere
-from provisioning.nodes import AS_ROOT, WAIT_FOR_BOOT
+from provisioning.launches import Launches, launch_somewhere, with_addresses
+from provisioning.nodes import AS_ROOT, BOOT_SECONDS, WAIT_FOR_BOOT
 from provisioning.plan import Plan, builder_plan, image_request, raw_image_request
 from provisioning.progress import Progress
 from provisioning.ssh import Login, patient_connect, send, step
@@ -52,7 +52,7 @@ def bake(
         mine = builder_plan(plan)
         (id,) = launch_somewhere(aws, mine, group, client_key, login.folder, launches, progress.say)
         wait_for(aws, "running", [id], plan.config.wait_minutes)
-        (builder,) = find_nodes(aws, filters(instance_id=id))
+        (builder,) = with_addresses(aws, plan, filters(instance_id=id), 1)
     _set_up(plan, builder, login, launches, progress)
     with progress.doing("builder", "stopping"):
         aws.ec2.stop_instances(InstanceIds=[id])
@@ -72,7 +72,7 @@ def _set_up(plan: Plan, builder: Node, login: Login, launches: Launches, progres
         connection = patient_connect(login, builder, plan.config.wait_minutes, check)
     with connection:
         with progress.doing("builder", "finishing its boot"):
-            step(connection, builder, WAIT_FOR_BOOT, check)
+            step(connection, builder, WAIT_FOR_BOOT, check, BOOT_SECONDS)
         install(connection, builder, plan.gpus, check, progress)
         with progress.doing("builder", "scrubbing keys, tokens, histories and logs"):
             send(connection, builder, _SCRUB, SCRUB.read_bytes(), check)

@@ -35,15 +35,15 @@ def build(aws: Aws, plan: Plan, cluster: Cluster, login: Login, launches: Launch
         key_pair(aws, plan, cluster, client_key, say)
     if plan.this:
         remove_raw_images(aws, plan.config.cluster)  # of a call that was killed
+    if plan.image.state == "pending":  # of a call that was interrupted
+        with progress.doing(plan.image.id, "EC2 still makes this image"):
+            plan = replace(plan, image=wait_for_image(aws, plan.image.id, IMAGE_MINUTES))
+    end_nodes(aws, [node.id for node in cluster.builders], plan.config.wait_minutes)
     if plan.bake:
         source = replace(plan, image=image_this_instance(aws, plan, progress)) if plan.this else plan
         plan = replace(plan, image=bake(aws, source, group, client_key, login, launches, progress))
         if plan.this:
             remove_raw_images(aws, plan.config.cluster)
-    elif plan.image.state == "pending":  # of a call that was interrupted
-        with progress.doing(plan.image.id, "EC2 still makes this image"):
-            plan = replace(plan, image=wait_for_image(aws, plan.image.id, IMAGE_MINUTES))
-    end_nodes(aws, [node.id for node in cluster.builders], plan.config.wait_minutes)
     if plan.make_placement:
         placement_group(aws, plan, say)
     if plan.roles:

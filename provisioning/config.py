@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -14,7 +15,10 @@ import tyro
 from icom.config import read_yaml
 from icom.errors import UsageError
 
+NODE_LIKE = re.compile(r"-(master|worker-\d+)$")
 CLUSTER_NAME = re.compile(r"[a-z][a-z0-9-]{0,31}")
+LEAST_GB = {False: 8, True: 30}
+"""Of a node's disk, without and with icom on it."""
 AS_THIS_INSTANCE = frozenset(("ami", "instance_type", "ssh_user"))
 """What --from_this_instance decides: nodes of a cluster are alike."""
 WIDEST_PREFIX = 8  # 10.0.0.0/8 is the largest network that can be one owner's own
@@ -55,7 +59,7 @@ class InstanceConfig(WhereConfig):
     address_url: str = "https://checkip.amazonaws.com"
     """Service that answers with the caller's public IPv4 address."""
     private_ip: bool = False
-    """Nodes get no public address; you are inside the VPC or reach it through a VPN."""
+    """No public addresses: you are in the VPC or reach it by VPN. The nodes need a way out (NAT) to be installed."""
     wait_minutes: float = 10
     """How long to wait for the nodes to run, and again for their ssh."""
     keep_on_failure: bool = False
@@ -235,6 +239,12 @@ def load_provision_config(flags: ProvisionConfig, given: Sequence[str]) -> Provi
     return config
 
 
+def as_options(where: WhereConfig) -> str:
+    """` --cluster NAME`, with region and profile where they were given: for commands that are shown, to be typed."""
+    options = (("cluster", where.cluster), ("region", where.region), ("profile", where.profile))
+    return "".join(f" --{name} {shlex.quote(value)}" for name, value in options if value)
+
+
 def check_cluster_name(name: str) -> None:
     """The name becomes part of the names of EC2 resources, hosts and a folder.
 
@@ -244,6 +254,10 @@ def check_cluster_name(name: str) -> None:
     if not CLUSTER_NAME.fullmatch(name):
         raise UsageError(
             f"--cluster {name!r} has to be small letters, digits and hyphens, a letter first, 32 characters at most."
+        )
+    if NODE_LIKE.search(name):
+        raise UsageError(
+            f"--cluster {name} would be mistaken for a node of another cluster by ssh. Choose another name."
         )
 
 
@@ -261,8 +275,8 @@ def check_provision_config(config: ProvisionConfig) -> None:
             raise UsageError("--from_this_instance: this instance is the first of --count, which has to be 2 or more.")
         if not (config.bake and config.setup):
             raise UsageError("--from_this_instance makes an image and sets nodes up: drop --no_bake and --no_setup.")
-    if config.volume_gb < 8:
-        raise UsageError(f"--volume_gb has to be at least 8, not {config.volume_gb}: the system has to fit.")
+    if config.volume_gb < (least := LEAST_GB[config.setup]):
+        raise UsageError(f"--volume_gb has to be at least {least}, not {config.volume_gb}: the system has to fit.")
     if config.max_hours is not None:
         _check_time("max_hours", config.max_hours)
     if config.spot and config.capacity_reservation:

@@ -108,7 +108,8 @@ def _set_rules(aws: Aws, plan: Plan, group: dict[str, Any]) -> None:
     wanted = ingress_rules(plan, id)
     there = group.get("IpPermissions", [])  # none in the answer to its creation
     keep = [rule for rule in there if _sources(rule) in [_sources(rule) for rule in wanted]]
-    if stale := [rule for rule in there if rule not in keep]:
+    stale = [rule for rule in there if rule not in keep]
+    if stale and not plan.only_image:  # the builder is a guest in the group of a cluster, whose rules stay
         aws.ec2.revoke_security_group_ingress(GroupId=id, IpPermissions=stale)
     missing = [rule for rule in wanted if _sources(rule) not in [_sources(rule) for rule in keep]]
     for rule in missing:

@@ -75,6 +75,7 @@ def check_health(
     connections: Mapping[str, Any],
     nodes: tuple[Node, ...],
     instance_type: str,
+    gpus: int,
     check: Callable[[], None],
     say: Callable[[str], None],
 ) -> None:
@@ -84,6 +85,7 @@ def check_health(
         connections: to every node, by its id; `give_environment` has served them.
         nodes: all of the cluster, master first.
         instance_type: of all of them.
+        gpus: that each has.
         check: called before each step, not always from the main thread; what it raises stops.
         say: told what was found.
 
@@ -96,7 +98,7 @@ def check_health(
     facts = {node: answer[0] for node, answer in answers.items() if not isinstance(answer, Problem)}
     clocks = {node: answer[1] for node, answer in answers.items() if not isinstance(answer, Problem)}
     alone = [answer for answer in answers.values() if isinstance(answer, Problem)]
-    alone += [*_packages(facts), *_interfaces(facts, nodes)]
+    alone += [*_packages(facts), *_interfaces(facts, nodes), *_gpus(facts, gpus)]
     problems = [*alone, *_amx(facts, instance_type), *_clocks(clocks)]
     if not alone:  # else it would fail for the reasons that are known already
         outcome = _all_reduce(connections[nodes[0].id], nodes, check)
@@ -168,6 +170,13 @@ def _amx(facts: Mapping[Node, Facts], instance_type: str) -> Iterator[Problem]:
         if missing:
             what = f"{instance_type} has AMX, but the kernel ({found.kernel}) shows no {', '.join(missing)}"
             yield Problem(node, what, "It needs Linux 5.16 or newer: take another image (--ami)")
+
+
+def _gpus(facts: Mapping[Node, Facts], gpus: int) -> Iterator[Problem]:
+    for node, found in facts.items():
+        if found.gpus < gpus:
+            fix = "See there: nvidia-smi; PyTorch's CUDA has to suit the driver of the image (--ami)"
+            yield Problem(node, f"it has {gpus} GPUs, of which PyTorch can use {found.gpus}", fix)
 
 
 def _clocks(clocks: Mapping[Node, Clock]) -> Iterator[Problem]:

@@ -169,6 +169,12 @@ def folder_of(account: str, region: str, cluster: str) -> Folder:
     return Folder(clusters_folder() / account / region / cluster)
 
 
+def places_of(cluster: str) -> list[tuple[str, str]]:
+    """(account, region) of the clusters of this name that this computer has made."""
+    found = clusters_folder().glob(f"*/*/{cluster}/ssh_config")
+    return sorted((path.parts[-4], path.parts[-3]) for path in found)
+
+
 SSH_CONFIGS = "*/*/*/ssh_config"
 """Where the ssh configs of all clusters are, below `clusters_folder`: as deep as `folder_of` makes them."""
 

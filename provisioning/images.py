@@ -14,6 +14,7 @@ from provisioning.config import ProvisionConfig
 # Public parameters of AWS and Canonical that name their current images.
 UBUNTU = "/aws/service/canonical/ubuntu/server/24.04/stable/current/{arch}/hvm/ebs-gp3/ami-id"
 DEEP_LEARNING = "/aws/service/deeplearning/ami/{arch}/base-oss-nvidia-driver-gpu-ubuntu-24.04/latest/ami-id"
+UNLISTED_SECONDS = 120
 DEBIAN_ARCH = {"x86_64": "amd64", "arm64": "arm64"}
 
 
@@ -93,12 +94,17 @@ def wait_for_image(aws: Aws, id: str, minutes: float) -> Image:
         IcomError: EC2 could not make it (with its reason), or the time is over.
     """
     deadline, pause = time.monotonic() + minutes * 60, FIRST_POLL_SECONDS
+    unlisted = time.monotonic() + UNLISTED_SECONDS
     while True:
         # By a filter: an id that EC2 does not know yet is no error then.
         found = aws.ec2.describe_images(Owners=["self"], Filters=filters(image_id=id))["Images"]
+        if found:
+            unlisted = time.monotonic() + UNLISTED_SECONDS
         state = found[0]["State"] if found else "not listed yet"
         if state == "available":
             return _image(found[0], id)
+        if not found and time.monotonic() >= unlisted:
+            raise IcomError(f"EC2 does not list the image {id}: it was deregistered, or never came to be.")
         if state not in ("pending", "not listed yet"):
             reason = found[0].get("StateReason", {}).get("Message", "")
             raise IcomError(f"EC2 could not make the image {id}: it is {state}. {reason}")

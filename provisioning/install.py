@@ -19,19 +19,22 @@ _INSTALL_SECONDS = 3600
 
 # The environment stays: an update of the project keeps what has not changed.
 _UNPACK = (
+    "{ [ ! -e runs/lock ] || flock -n runs/lock true || "
+    "{ echo 'A training runs here, from the files that are to be replaced. Wait for its end.' >&2; false; }; } && "
     f"rm -rf {FOLDER}.new && mkdir {FOLDER}.new && tar -xzf {_ARCHIVE} -C {FOLDER}.new && rm {_ARCHIVE} && "
     f"{{ [ ! -d {FOLDER}/.venv ] || mv {FOLDER}/.venv {FOLDER}.new/; }} && "
     f"rm -rf {FOLDER} && mv {FOLDER}.new {FOLDER}"
 )
-# What make setup-master itself needs, and mpirun where PyPI has none. A fresh image installs its updates in the
-# background: apt waits for that.
+# What make setup-master itself needs, and mpirun where PyPI has none. A fresh image looks for updates in the
+# background: installing waits for its lock by itself, `update` does not.
 _TOOLS = r"""
 as_root() { if [ "$(id -u)" = 0 ]; then "$@"; else sudo -n "$@"; fi; }
 get() { as_root env DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=600 "$@"; }
 mpi=$([ "$(uname -m)" = x86_64 ] || command -v mpirun >/dev/null || echo mpich)
 if [ -z "$mpi" ] && command -v make >/dev/null && python3 -c 'import ensurepip' 2>/dev/null; then exit 0; fi
 if command -v apt-get >/dev/null; then
-  get update && get install --yes --no-install-recommends make python3-venv $mpi
+  for attempt in $(seq 60); do get update && break; sleep 10; done
+  get install --yes --no-install-recommends make python3-venv $mpi
 elif command -v dnf >/dev/null; then
   as_root dnf -q -y install make python3.11 $mpi
 else

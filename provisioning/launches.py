@@ -138,3 +138,25 @@ def wait_until_running(aws: Aws, plan: Plan, say: Say) -> None:
         raise IcomError(f"EC2 lists {len(nodes)} live nodes where {expected} were started. See icom status.")
     say(f"waiting for {expected} nodes to run")
     wait_for(aws, "running", [node.id for node in nodes], plan.config.wait_minutes)
+    with_addresses(aws, plan, filters(instance_id=[node.id for node in nodes]), expected)
+
+
+def with_addresses(aws: Aws, plan: Plan, mine: list[dict[str, Any]], count: int) -> list[Node]:
+    """Running instances once EC2 tells the addresses at which they are reached.
+
+    Raises:
+        IcomError: it does not.
+    """
+    nodes: list[Node] = []
+
+    def told() -> bool:
+        nodes[:] = find_nodes(aws, mine)
+        return len(nodes) >= count and all(plan.config.private_ip or node.public_ip for node in nodes)
+
+    if not until(told):
+        raise IcomError(
+            "EC2 gave no public address to "
+            + (", ".join(f"{node.role} ({node.id})" for node in nodes if not node.public_ip) or "the nodes")
+            + ". Does the subnet have a way to the internet? Else give --private_ip."
+        )
+    return nodes

@@ -26,6 +26,7 @@ WAIT_FOR_BOOT = (
 )
 AS_ROOT = '$([ "$(id -u)" = 0 ] || echo sudo -n)'
 NEW_KEY = "/etc/ssh/icom_new_key"
+BOOT_SECONDS = 900
 MAKE_HOST_KEY = (
     f"{AS_ROOT} rm -f {NEW_KEY} {NEW_KEY}.pub && "
     f"{AS_ROOT} ssh-keygen -q -t ed25519 -N '' -C '' -f {NEW_KEY} && {AS_ROOT} cat {NEW_KEY}.pub"
@@ -105,7 +106,7 @@ def set_up(
         for node in away:
             with progress.doing(node.role, "booting"):
                 open_[node.id] = stack.enter_context(patient_connect(login, node, wait_minutes, check))
-                step(open_[node.id], node, WAIT_FOR_BOOT, check)
+                step(open_[node.id], node, WAIT_FOR_BOOT, check, BOOT_SECONDS)
         for node in away:
             first = login.folder.host_key(unborn_name(node.run, node.role))
             if first in login.folder.host_keys(node.id):
@@ -129,7 +130,7 @@ def set_up(
         with progress.doing("all nodes", "Accelerate's configuration, the profile"):
             give_environment(open_, nodes, gpus, check)
         with progress.doing("all nodes", "health: packages, AMX, clocks, network, a sum over all of them"):
-            check_health(open_, nodes, nodes[0].type, check, progress.say)
+            check_health(open_, nodes, nodes[0].type, gpus, check, progress.say)
 
 
 def _replace_host_key(login: Login, node: Node, old: Any, wait_minutes: float, check: Callable[[], None]) -> Any:

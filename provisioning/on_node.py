@@ -46,6 +46,7 @@ class Facts:
         cpu_flags: those of AMX.
         kernel: its release.
         interfaces: address of another node -> the interface towards it; None without a route.
+        gpus: that PyTorch can use.
     """
 
     versions: dict[str, str]
@@ -53,6 +54,7 @@ class Facts:
     cpu_flags: list[str]
     kernel: str
     interfaces: dict[str, str | None]
+    gpus: int = 0
 
 
 def facts(others: list[str]) -> Facts:
@@ -70,7 +72,15 @@ def facts(others: list[str]) -> Facts:
             broken[package] = f"{type(error).__name__}: {error}".splitlines()[0]
     amx = sorted(flag for flag in machine.cpu_flags() if flag.startswith("amx_"))
     interfaces = {address: machine.interface_towards(address) for address in others}
-    return Facts(versions, broken, amx, platform.release(), interfaces)
+    return Facts(versions, broken, amx, platform.release(), interfaces, _gpus())
+
+
+def _gpus() -> int:
+    try:
+        import torch
+    except Exception:  # told among the packages
+        return 0
+    return torch.cuda.device_count()
 
 
 def accelerate_config(number: int, count: int, address: str, gpus: int) -> dict[str, Any]:

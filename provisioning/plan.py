@@ -27,7 +27,7 @@ from provisioning.cluster import (
     resource_name,
     role_names,
 )
-from provisioning.config import ProvisionConfig
+from provisioning.config import ProvisionConfig, as_options
 
 if TYPE_CHECKING:
     from provisioning.images import Image
@@ -60,6 +60,8 @@ class Plan:
     gpus: int
     """Of each node."""
     ssh_from: ipaddress.IPv4Network
+    only_image: bool
+    """No nodes, but the image that they would start from."""
     make_group: bool
     make_key: bool
     make_placement: bool
@@ -100,7 +102,7 @@ def missing_roles(config: ProvisionConfig, cluster: Cluster) -> list[str]:
     """
     check_roles(cluster)
     wanted = role_names(config.count)[config.from_this_instance :]
-    remedy = f"Tear it down first (icom teardown --cluster {config.cluster}) or choose another --cluster."
+    remedy = f"Tear it down first (icom teardown{as_options(config)}) or choose another --cluster."
     for node in cluster.nodes:
         if node.role not in wanted:
             raise UsageError(
@@ -119,8 +121,8 @@ def missing_roles(config: ProvisionConfig, cluster: Cluster) -> list[str]:
             )
         if node.state in ("stopping", "stopped"):
             raise UsageError(
-                f"Cluster {config.cluster} is stopped ({node.role} is {node.state}). Start it: icom start --cluster "
-                f"{config.cluster}"
+                f"Cluster {config.cluster} is stopped ({node.role} is {node.state}). Start it: icom start"
+                f"{as_options(config)}"
             )
     there = {node.role for node in cluster.nodes}
     return [role for role in wanted if role not in there]
@@ -167,7 +169,7 @@ def make_plan(
     if cluster.key and cluster.nodes and not config.key_name and not key_here:
         raise UsageError(
             f"The key of cluster {config.cluster} is not on this computer: it was made on another one. Go on there, or "
-            f"tear the cluster down: icom teardown --cluster {config.cluster}"
+            f"tear the cluster down: icom teardown{as_options(config)}"
         )
     now = datetime.now(timezone.utc).replace(microsecond=0)
     return Plan(
@@ -182,6 +184,7 @@ def make_plan(
         content=found.content,
         gpus=found.gpus,
         ssh_from=found.ssh_from,
+        only_image=only_image,
         make_group=cluster.group is None,
         make_key=not config.key_name and (cluster.key is None or not key_here),
         make_placement=config.placement_group and cluster.placement is None,
@@ -204,12 +207,12 @@ def _end(config: ProvisionConfig, cluster: Cluster, now: datetime, growing: bool
     if growing and end is None and config.max_hours:
         raise UsageError(
             f"The nodes of {config.cluster} were made without --max_hours and have no end; it could only end the new "
-            "ones. Drop it, or tear the cluster down and make it again: icom teardown --cluster " + config.cluster
+            "ones. Drop it, or tear the cluster down and make it again: icom teardown" + as_options(config)
         )
     if growing and end and end <= now:
         raise UsageError(
             f"The nodes of {config.cluster} end at {end:%Y-%m-%d %H:%M} UTC (--max_hours), which is over; new ones "
-            f"would end at once. Tear it down first: icom teardown --cluster {config.cluster}"
+            f"would end at once. Tear it down first: icom teardown{as_options(config)}"
         )
     return end
 

@@ -18,7 +18,11 @@ def status(config: StatusConfig) -> None:
     with explained():
         aws = connect(config.region, config.profile)
         cluster = find_cluster(aws, config.cluster)
+        images = aws.ec2.describe_images(Owners=["self"], Filters=filters(tag_cluster=config.cluster))["Images"]
         master = find_master(aws, cluster.master) if cluster.master else None
+    for image in images:
+        size = sum(disk["Ebs"]["VolumeSize"] for disk in image["BlockDeviceMappings"] if "Ebs" in disk)
+        console.print(f"Image {image['ImageId']} ({image['State']}), a snapshot of {size} GB at most.")
     if cluster.empty:
         console.print(f"There is no cluster {config.cluster} in {aws.region}.")
         return
@@ -68,6 +72,7 @@ def stop(config: StopConfig) -> None:
         if spots := [node.role for node in nodes if node.spot]:
             raise UsageError(f"{', '.join(spots)}: one-time spot instances cannot be stopped, only torn down.")
         awake = [node.id for node in nodes if node.state in ("pending", "running")]
+        wait_for(aws, "running", awake, config.wait_minutes)  # EC2 stops nothing that only starts
         if awake:
             aws.ec2.stop_instances(InstanceIds=awake)
         wait_for(aws, "stopped", [node.id for node in nodes], config.wait_minutes)

@@ -40,6 +40,7 @@ def look_up(aws: Aws, instance_type: str, spot: bool) -> Prices:
             tenancy="Shared",
             preInstalledSw="NA",
             capacitystatus="Used",
+            marketoption="OnDemand",
         )
         disk = _listed(aws, productFamily="Storage", volumeApiName="gp3")
         source = f"AWS price list, {aws.region}"

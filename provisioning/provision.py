@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
 
-from icom.errors import IcomError, Stopped
+from icom.errors import IcomError, Stopped, UsageError
 from icom.signals import StopRequest
 from provisioning.aws import Aws, add_console, connect, explained
 from provisioning.build import build
-from provisioning.cluster import Node, find_cluster
-from provisioning.config import BakeConfig, ProvisionConfig, check_instance_config, key_file
+from provisioning.cluster import Cluster, Node, find_cluster
+from provisioning.config import BakeConfig, ProvisionConfig, as_options, check_instance_config, key_file
 from provisioning.ec2 import rehearse
 from provisioning.environment import IN_ENVIRONMENT
-from provisioning.hostkeys import folder_of
+from provisioning.hostkeys import Folder, folder_of
 from provisioning.launches import Launches, learn_launched
 from provisioning.nodes import set_up
 from provisioning.plan import Plan, is_complete, make_plan, missing_roles
@@ -23,9 +24,9 @@ from provisioning.plan_table import plan_table
 from provisioning.progress import Progress
 from provisioning.ssh import Login
 from provisioning.sshinclude import add_include
-from provisioning.survey import survey
+from provisioning.survey import Survey, survey
 from provisioning.teardown import confirm, remove, settle
-from provisioning.this_instance import Here, Identity, master_here, where_am_i
+from provisioning.this_instance import Here, Identity, This, master_here, where_am_i
 
 REMOVE_MINUTES = 10
 """How long removing waits for instances to end; a short --wait_minutes must not make it give up."""
@@ -70,17 +71,14 @@ def _make(config: ProvisionConfig, only_image: bool) -> None:
         folder = folder_of(aws.account, aws.region, config.cluster)
         before = find_cluster(aws, config.cluster)
         config, this = master_here(aws, config, before, own)
-        missing = [] if only_image else missing_roles(config, before)
-        found = survey(aws, config, before, len(missing), only_image, this)
-        key_here = folder.has_key(before.key["PublicKey"] if before.key else "")
-        plan = make_plan(config, before, found, key_here, only_image, this)
+        found, plan = _plan(aws, config, before, folder, only_image, this)
         if only_image and not plan.bake:
             print(f"Nothing to do: image {plan.image.id} has this content ({plan.image.state}).")
             return
         rehearse(aws, plan)
         console.print(plan_table(plan, found))
         if config.dry_run:
-            print("Dry run: nothing was made. EC2 would allow it.")
+            print("Dry run: nothing was made. EC2 would allow what it can be asked beforehand.")
             return
         if not config.yes and not is_complete(plan):
             confirm("Make what is marked with +?")
@@ -93,7 +91,8 @@ def _make(config: ProvisionConfig, only_image: bool) -> None:
             try:
                 cluster = build(aws, plan, before, login, launches, progress)
                 strangers = [node for node in cluster.nodes if not folder.settle(node)]
-                folder.write_ssh_config(cluster.nodes, login.user, login.identity)  # also for who looks at a failure
+                if not only_image:  # now, for who looks at a failure
+                    folder.write_ssh_config(cluster.nodes, login.user, login.identity)
                 if config.setup and not only_image:
                     set_up(
                         login,
@@ -124,6 +123,26 @@ def _connect(config: ProvisionConfig, check: Callable[[], None]) -> tuple[Aws, I
     return connect(own.region if own else config.region, config.profile, check), own
 
 
+def _plan(
+    aws: Aws, config: ProvisionConfig, before: Cluster, folder: Folder, only_image: bool, this: This | None
+) -> tuple[Survey, Plan]:
+    """What the region offers, and what is to be made.
+
+    Raises:
+        UsageError: what was asked for cannot be.
+    """
+    missing = [] if only_image else missing_roles(config, before)
+    found = survey(aws, config, before, len(missing), only_image, this)
+    key_here = folder.has_key(before.key["PublicKey"] if before.key else "")
+    plan = make_plan(config, before, found, key_here, only_image, this)
+    if config.setup and (unknown := [node.role for node in plan.there if not folder.settle(node)]):
+        raise UsageError(
+            f"The host keys of {', '.join(unknown)} are not known on this computer: {config.cluster} was made on "
+            f"another one. Go on there, or tear it down: icom teardown{as_options(config)}"
+        )
+    return found, plan
+
+
 def _say_if_heard(text: str) -> None:
     """Print; a terminal that is closed must not keep us from removing things."""
     with suppress(OSError, ValueError):
@@ -139,9 +158,9 @@ def _after_failure(aws: Aws, plan: Plan, launches: Launches, error: BaseExceptio
     Raises:
         IcomError: the removal failed too; names what is left.
     """
-    name = plan.config.cluster
+    name, where = plan.config.cluster, as_options(plan.config)
     if plan.config.keep_on_failure:
-        say(f"Kept what was made of {name}. The same command again goes on; icom teardown --cluster {name} removes it.")
+        say(f"Kept what was made of {name}. The same command again goes on; icom teardown{where} removes it.")
         return False
     say("Removing what this call made …")
     errors, left = [], []
@@ -157,12 +176,17 @@ def _after_failure(aws: Aws, plan: Plan, launches: Launches, error: BaseExceptio
             errors.append(str(second))
         if not left and not errors:
             say("Nothing of it is left.")
+            if plan.there and plan.config.setup:
+                say(
+                    f"The {len(plan.there)} nodes that were there may have been told of new ones. The same command "
+                    f"with --count {len(plan.there)} takes that back."
+                )
             return True
     names = ", ".join(f"{kind} {id}" for kind, id in left)
     raise IcomError(
         f"{error}\nRemoving what this call made failed too: {'; '.join(errors) or 'it is still there'}\n"
         + (f"Still there: {names}" if left else "Some of it may still be there")
-        + f": icom status --cluster {name}, icom teardown --cluster {name}"
+        + f": icom status{where}, icom teardown{where}"
     ) from error
 
 
@@ -175,13 +199,14 @@ def _remove_all_but_image(aws: Aws, plan: Plan) -> None:
     name = plan.config.cluster
     if errors := remove(aws, name, REMOVE_MINUTES, print, run=plan.run):
         raise IcomError(
-            f"The image is made, but not all else is removed: {'; '.join(errors)}: icom teardown --cluster {name}"
+            f"The image is made, but not all else is removed: {'; '.join(errors)}. "
+            f"Again: icom teardown{as_options(plan.config)}"
         )
 
 
 def _finish(config: ProvisionConfig, plan: Plan, count: int, strangers: list[Node]) -> None:
     """Say what there is and the next commands to type."""
-    name = f" --cluster {config.cluster}" + (f" --region {config.region}" if config.region else "")
+    where = as_options(config)
     what = "Nothing to do:" if is_complete(plan) else "Done:"
     print(f"{what} {count} nodes of {config.cluster} run" + (" and can train." if config.setup else "."))
     for node in strangers:
@@ -191,8 +216,9 @@ def _finish(config: ProvisionConfig, plan: Plan, count: int, strangers: list[Nod
         )
     if plan.this:
         train = "accelerate launch textual_inversion_icom.py …"
-        print(f"  {IN_ENVIRONMENT}mpirun -f ~/hosts -n {count} -ppn 1 {train}\n  icom teardown{name}")
+        print(f"  {IN_ENVIRONMENT}mpirun -f ~/hosts -n {count} -ppn 1 {train}\n  icom teardown{where}")
         return
     if config.setup:
-        print(f"  icom train --on {config.cluster} --train_data_dir photos --placeholder_token '<mine>' …")
-    print(f"  icom ssh{name}\n  icom teardown{name}")
+        profile = f"AWS_PROFILE={shlex.quote(config.profile)} " if config.profile else ""
+        print(f"  {profile}icom train --on {config.cluster} --train_data_dir photos --placeholder_token '<mine>' …")
+    print(f"  icom ssh{where}\n  icom teardown{where}")

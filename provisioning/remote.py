@@ -10,7 +10,15 @@ from typing import NoReturn
 from icom.errors import IcomError, UsageError
 from provisioning.aws import connect, explained, filters
 from provisioning.cluster import MASTER, find_nodes
-from provisioning.config import PullConfig, PushConfig, RunConfig, SshConfig, WhereConfig, check_cluster_name
+from provisioning.config import (
+    PullConfig,
+    PushConfig,
+    RunConfig,
+    SshConfig,
+    WhereConfig,
+    as_options,
+    check_cluster_name,
+)
 from provisioning.hostkeys import Folder, folder_of, ssh_names
 
 
@@ -70,9 +78,7 @@ def reach(where: WhereConfig, node: str | None) -> Folder:
         raise UsageError(f"{where.cluster} has no node {node}. It has: {', '.join(states)}.")
     for role in states if node is None else [node]:
         if states[role] != "running":
-            raise UsageError(
-                f"{role} is {states[role]}. icom start --cluster {where.cluster} starts a stopped cluster."
-            )
+            raise UsageError(f"{role} is {states[role]}. icom start{as_options(where)} starts a stopped cluster.")
     if not folder.ssh_config.exists():
         raise UsageError(f"{where.cluster} was not made on this computer, which has no key for it.")
     folder.update_addresses(tuple(nodes))

@@ -20,6 +20,9 @@ CONNECT_SECONDS = 10
 LOGIN_SECONDS = 90
 """How long a node may refuse a login: sshd runs before cloud-init has put the key there, and pam_nologin holds it."""
 STEP_SECONDS = 300
+LOOK_SECONDS = 0.05
+PAUSE = time.sleep
+KEEPALIVE_SECONDS = 15
 TAIL_LINES = 12
 
 
@@ -76,6 +79,7 @@ def connect(login: Login, node: Node, keys: Sequence[str] | None = None) -> Any:
         }
         try:
             connection.open()
+            connection.transport.set_keepalive(KEEPALIVE_SECONDS)  # others may be set up for long meanwhile
             return connection
         except paramiko.BadHostKeyException as error:
             connection.close()
@@ -147,15 +151,20 @@ def step(
     Raises:
         IcomError: it failed, took too long or the connection broke; names the node and shows its last lines.
     """
-    import invoke
     import paramiko
 
     check()
     streams = {"out_stream": _Lines(told), "err_stream": _Lines(told)} if told else {"hide": True}
+    deadline = time.monotonic() + seconds
     try:
-        done = connection.run(command, **streams, warn=True, in_stream=False, timeout=seconds)
-    except invoke.exceptions.CommandTimedOut as error:
-        raise IcomError(f"{node.role} ({node.id}): no end after {seconds} s of: {command}") from error
+        running = connection.run(command, **streams, warn=True, in_stream=False, asynchronous=True)
+        while not running.runner.process_is_finished:
+            # What it raises leaves the command there to its end; who stops ends the node or comes again.
+            check()
+            if time.monotonic() >= deadline:
+                raise IcomError(f"{node.role} ({node.id}): no end after {seconds} s of: {command}")
+            PAUSE(LOOK_SECONDS)
+        done = running.join()
     except (OSError, EOFError, paramiko.SSHException) as error:
         raise IcomError(f"{node.role} ({node.id}): the connection broke ({error}) during: {command}") from error
     if done.failed:

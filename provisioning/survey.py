@@ -108,7 +108,7 @@ def survey(
         subnets=tuple(subnets),
         ssh_from=ssh_source(config.ssh_from or _own_address(aws, config, subnets[0]), config.ssh_from_anywhere),
         reservation_block=block,
-        quota=_quota(aws, config, vcpus * max(missing, bake)),
+        quota=_quota(aws, config, vcpus * max(missing, bake and not _gpus(kind))),
         prices=look_up(aws, config.instance_type, config.spot),
     )
 

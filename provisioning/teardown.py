@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 from icom.errors import IcomError, UsageError
 from provisioning.aws import POLL_SECONDS, Aws, connect, error_code, explained, filters, pages, wait_for, when_visible
 from provisioning.cluster import RAW, TAG_CLUSTER, TAG_MASTER, TAG_ROLE, TAG_RUN, find_nodes, tags_of
-from provisioning.config import TeardownConfig, check_cluster_name, check_wait_minutes
-from provisioning.hostkeys import folder_of
+from provisioning.config import TeardownConfig, as_options, check_cluster_name, check_wait_minutes
+from provisioning.hostkeys import folder_of, places_of
 from provisioning.sshinclude import remove_include_if_unused
 
 GONE = (
@@ -66,6 +66,7 @@ def teardown(config: TeardownConfig) -> None:
         left = left_over(aws, config.cluster)
         doomed = [item for item in left if config.all_images or item[0] not in IMAGES]
         if not doomed:
+            _look_elsewhere(aws, config)
             print(f"There is no cluster {config.cluster} in {aws.region}, account {aws.account}: nothing to remove.")
         else:
             for kind, id in doomed:
@@ -81,6 +82,21 @@ def teardown(config: TeardownConfig) -> None:
         _report(aws, config, left, errors)
     folder.remove()
     remove_include_if_unused()
+
+
+def _look_elsewhere(aws: Aws, config: TeardownConfig) -> None:
+    """Refuse to say that nothing is left of a cluster that this computer made in another place.
+
+    Raises:
+        UsageError: there is one.
+    """
+    others = [(account, region) for account, region in places_of(config.cluster) if region != aws.region]
+    if others and (aws.account, aws.region) not in places_of(config.cluster):
+        account, region = others[0]
+        raise UsageError(
+            f"There is no cluster {config.cluster} in {aws.region}, but this computer made one in {region} (account "
+            f"{account}): icom teardown --cluster {config.cluster} --region {region}"
+        )
 
 
 def confirm(question: str) -> None:
@@ -109,7 +125,7 @@ def _report(aws: Aws, config: TeardownConfig, left: list[tuple[str, str]], error
         raise IcomError(
             f"Left of {config.cluster} in {aws.region}:{names}"
             + (f"\nWhat failed:{reasons}" if errors else "")
-            + f"\nAgain in some minutes: icom teardown --cluster {config.cluster}"
+            + f"\nAgain in some minutes: icom teardown{as_options(config)}"
         )
     print(
         f"Nothing is left of {config.cluster} in {aws.region}" + (", but its images (--all_images):" if kept else ".")

@@ -10,8 +10,8 @@ import json
 import os
 import pwd
 import re
-import signal
 import subprocess
+import tempfile
 import urllib.request
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -180,34 +180,43 @@ class Here:
     As much of fabric's Connection as steps on a master need.
     """
 
-    def run(self, command: str, timeout: float, **_: Any) -> SimpleNamespace:
-        """Run a command in bash.
+    def run(self, command: str, **_: Any) -> SimpleNamespace:
+        """Start a command in bash.
 
-        Raises:
-            CommandTimedOut (of invoke): it took more than `timeout` seconds; it is ended.
+        Returns:
+            A promise as invoke's: whether it has ended, and its result.
         """
-        import invoke
-
         user = pwd.getpwuid(os.getuid())
         home = str(Path.home())
         variables = {"HOME": home, "USER": user.pw_name, "LOGNAME": user.pw_name, "SHELL": user.pw_shell}
+        out, err = (tempfile.TemporaryFile("w+") for _ in range(2))  # noqa: SIM115 - join closes them
         # A session of its own: Ctrl-C at the terminal is for us, who then undo things in order.
-        with subprocess.Popen(
+        process = subprocess.Popen(
             ["/bin/bash", "-c", command],
             cwd=home,
             env=variables | {"PATH": SYSTEM_PATH},
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+            stdout=out,
+            stderr=err,
             start_new_session=True,
-        ) as process:
-            try:
-                out, err = process.communicate(timeout=timeout)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                out, err = process.communicate()
-                done = invoke.runners.Result(out, err)
-                raise invoke.exceptions.CommandTimedOut(done, int(timeout)) from None
-        code = process.returncode
-        return SimpleNamespace(failed=code != 0, exited=code, stdout=out, stderr=err)
+        )
+
+        def join() -> SimpleNamespace:
+            code = process.wait()
+            said = []
+            for stream in (out, err):
+                with stream:
+                    stream.seek(0)
+                    said.append(stream.read())
+            return SimpleNamespace(failed=code != 0, exited=code, stdout=said[0], stderr=said[1])
+
+        return SimpleNamespace(runner=_Runner(process), join=join)
+
+
+@dataclass(frozen=True)
+class _Runner:
+    process: subprocess.Popen[bytes]
+
+    @property
+    def process_is_finished(self) -> bool:
+        return self.process.poll() is not None

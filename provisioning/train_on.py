@@ -26,7 +26,7 @@ from icom.files import make_writable_folder, write_atomically
 from icom.signals import StopRequest
 from provisioning.cluster import MASTER
 from provisioning.config import WhereConfig
-from provisioning.hostkeys import ssh_names
+from provisioning.hostkeys import places_of, ssh_names
 from provisioning.remote import reach
 from provisioning.transfer import Parcel, Way, fetch, parcel, send
 
@@ -118,7 +118,10 @@ def train_on(config: TrainConfig) -> None:
     make_writable_folder(Path(config.output_dir))
     output = Path(config.output_dir).resolve()
     run = Run(config.on, hashlib.sha256(str(output).encode()).hexdigest()[:12], output)
-    folder = reach(WhereConfig(cluster=config.on), None)
+    # Its key is on this computer alone, and so is the knowledge where it was made.
+    places = places_of(config.on)
+    region = places[0][1] if len(places) == 1 else None
+    folder = reach(WhereConfig(cluster=config.on, region=region), None)
     way = Way(folder.ssh_config, ssh_names(config.on, MASTER)[0])
     home = _look(way, run, config.resume_from_checkpoint)
     there: dict[str, Any] = {option: f"{home}/pushed/{some.name}" for option, some in inputs.items()}

@@ -74,7 +74,11 @@ class FakeConnection:
         pass
 
     def run(self, command: str, **_: Any) -> SimpleNamespace:
-        """A shell command."""
+        """A shell command, which has ended."""
+        done = self._run(command)
+        return SimpleNamespace(runner=SimpleNamespace(process_is_finished=True), join=lambda: done)
+
+    def _run(self, command: str) -> SimpleNamespace:
         if "ssh-keygen -q -t ed25519 -N '' -C '' -f" in command:
             done = self._steps.meet(f"{self._node.role}: {command}")
             return done if done.failed else SimpleNamespace(failed=False, exited=0, stdout=make_key().public, stderr="")

@@ -38,7 +38,7 @@ def main(step: str, identity: str, addresses: list[str], keys: list[str]) -> Non
             folder.remember([one.id], key)
             connections[one.id] = stack.enter_context(connect(Login(folder, "root", Path(identity)), one))
         if step == "health":
-            check_health(connections, nodes, TYPE, lambda: None, print)
+            check_health(connections, nodes, TYPE, 0, lambda: None, print)
         else:
             give_environment(connections, nodes, int(step), lambda: None)
 

@@ -15,7 +15,7 @@ from tests.cluster.hosts import HOME, cluster, missing
 from tests.conftest import ROOT
 
 LOG_IN = """
-import sys
+import sys, time
 from dataclasses import fields
 from pathlib import Path
 from provisioning import ssh
@@ -33,9 +33,18 @@ def counted(*arguments):
     return connect(*arguments)
 ssh.connect = counted
 try:
-    print(ssh.step(ssh.patient_connect(login, node, 5, lambda: None, [host_key]), node, "echo in"), tries)
+    connection = ssh.patient_connect(login, node, 5, lambda: None, [host_key])
+    print(ssh.step(connection, node, "echo in"), tries)
 except ssh.IcomError as error:
-    print(error, tries)
+    sys.exit(f"{error} {tries}")
+began = time.monotonic()
+def check():
+    if time.monotonic() > began + 0.5:
+        raise ssh.IcomError("asked to stop")
+try:
+    ssh.step(connection, node, "sleep 50", check)
+except ssh.IcomError as error:
+    print(error)
 """
 
 
@@ -48,7 +57,7 @@ def test_login_that_is_refused_while_the_node_boots() -> None:
         keys.write_text("")
         words = [sys.executable, "-c", LOG_IN, hosts[1].address, hosts[1].key.public]
         never = hosts[0].run([*words, "1.5"], folder=ROOT)
-        refused, _, tries = never.stdout.strip().rpartition(" ")
+        refused, _, tries = never.stderr.strip().rpartition(" ")
         assert "does not let root in" in refused, never
         assert "--ssh_user" in refused
         assert int(tries) > 1
@@ -58,6 +67,7 @@ def test_login_that_is_refused_while_the_node_boots() -> None:
             out, _ = late.communicate(timeout=30)
         assert out.split()[0] == "in", out
         assert int(out.split()[1]) > 1
+        assert out.endswith("asked to stop\n"), "Ctrl-C does not wait for the end of a step"
 
 
 @pytest.mark.parametrize(("status", "code", "shown"), [(0, 0, ""), (1, 1, "broken module\n"), (2, 0, "")])

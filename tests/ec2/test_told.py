@@ -26,7 +26,7 @@ def nodes_die(ec2: Any, nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> Callab
             ec2.stop_instances(InstanceIds=[node["InstanceId"] for node in nodes(cluster)])
             return listed
 
-        monkeypatch.setattr("provisioning.ec2.until", then_stopped)
+        monkeypatch.setattr("provisioning.launches.until", then_stopped)
 
     return die
 

@@ -45,7 +45,10 @@ CREDENTIALS_HELP = (
 EXPIRED = ("ExpiredToken", "ExpiredTokenException", "RequestExpired")
 REJECTED = ("AuthFailure", "InvalidClientTokenId", "SignatureDoesNotMatch", "UnrecognizedClientException")
 FORBIDDEN = ("UnauthorizedOperation", "AccessDenied", "AccessDeniedException")
-QUOTA = ("VcpuLimitExceeded", "InstanceLimitExceeded", "MaxSpotInstanceCountExceeded", "SecurityGroupLimitExceeded")
+QUOTA = (
+    *("VcpuLimitExceeded", "InstanceLimitExceeded", "MaxSpotInstanceCountExceeded", "SecurityGroupLimitExceeded"),
+    "SecurityGroupsPerInterfaceLimitExceeded",
+)
 
 T = TypeVar("T")
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from icom.errors import IcomError
+from provisioning.nodes import KEEP_FILES
 from provisioning.ssh import step
 from provisioning.this_instance import Here
 from tests.conftest import ROOT
@@ -143,7 +144,7 @@ def own_images(ec2: Any, cluster: str) -> list[dict[str, Any]]:
 
 
 def test_life(
-    make: Icom, icom: Icom, master: Master, ec2: Any, nodes: Nodes, left: Left, wire: Wire, steps: Steps
+    make: Icom, icom: Icom, master: Master, ec2: Any, nodes: Nodes, left: Left, wire: Wire, steps: Steps, tmp_path: Path
 ) -> None:
     first = make("--cluster", "mine", "--count", "3")
     assert first.code == 0, first
@@ -179,6 +180,12 @@ def test_life(
     assert [step for step in here if step.endswith("node2 true")]
     (address,) = {r["CidrIp"] for rule in group["IpPermissions"] for r in rule["IpRanges"]}
     assert address == f"{master.look()['PrivateIpAddress']}/32"
+
+    # Workers are reached inside the VPC: their public addresses are for what they download.
+    (config,) = (tmp_path / "clusters").rglob("mine/ssh_config")
+    for node in workers:
+        assert node["PublicIpAddress"]
+        assert f"HostName {node['PrivateIpAddress']}\n  HostKeyAlias {node['InstanceId']}" in config.read_text()
 
     # Again, more, and looked at.
     wire.calls.clear()
@@ -366,3 +373,14 @@ def test_ctrl_c_at_the_terminal_does_not_reach_the_step(tmp_path: Path) -> None:
             time.sleep(0.01)
         os.killpg(process.pid, signal.SIGINT)
         assert "whole" in process.communicate()[0]
+
+
+def test_files_of_the_user_are_kept_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hosts file that icom replaces first is the user's; those that it replaces later are its own."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    node: Any = SimpleNamespace(role="master", id="i-1")
+    for text in ("the user's", "icom's"):
+        (tmp_path / "hosts").write_text(text)
+        step(Here(), node, KEEP_FILES, lambda: None)
+    assert (tmp_path / "hosts.before_icom").read_text() == "the user's"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hosts", "hosts.before_icom"]

@@ -370,6 +370,7 @@ def test_ctrl_c_at_the_terminal_does_not_reach_the_step(tmp_path: Path) -> None:
         [sys.executable, "-c", code], cwd=ROOT, env=environment, stdout=-1, text=True, start_new_session=True
     ) as process:
         while not (tmp_path / "pid").exists():
+            assert process.poll() is None
             time.sleep(0.01)
         os.killpg(process.pid, signal.SIGINT)
         assert "whole" in process.communicate()[0]

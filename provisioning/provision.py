@@ -59,7 +59,8 @@ def _make(config: ProvisionConfig, only_image: bool) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
-    stop = StopRequest("ending this step, then removing what this call made", also=[signal.SIGHUP])
+    doing = f"ending this step, then removing what this call made, as icom teardown{as_options(config)} would"
+    stop = StopRequest(doing, also=[signal.SIGHUP])
     removing = False
 
     def check() -> None:

@@ -41,7 +41,9 @@ def main(cluster: str) -> None:
         """How many steps were begun."""
         begun = 0
 
-        def faulty(connection: Any, node: Node, command: str, check: Callable[[], None] = lambda: None) -> str:
+        def faulty(
+            connection: Any, node: Node, command: str, check: Callable[[], None] = lambda: None, *more: Any
+        ) -> str:
             nonlocal begun
             begun += 1
             if begun - 1 == at:
@@ -51,7 +53,7 @@ def main(cluster: str) -> None:
                     connection.client.get_transport().sock.close()
                 else:
                     raise Stopped("stopped", 2)
-            return step(connection, node, command, check)
+            return step(connection, node, command, check, *more)
 
         set_up_steps.step = install.step = ssh.step = faulty
         try:

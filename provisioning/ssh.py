@@ -20,7 +20,7 @@ CONNECT_SECONDS = 10
 LOGIN_SECONDS = 90
 """How long a node may refuse a login: sshd runs before cloud-init has put the key there, and pam_nologin holds it."""
 STEP_SECONDS = 300
-LOOK_SECONDS = 0.05
+FIRST_LOOK_SECONDS, LOOK_SECONDS = 0.005, 0.2
 PAUSE = time.sleep
 KEEPALIVE_SECONDS = 15
 TAIL_LINES = 12
@@ -155,7 +155,7 @@ def step(
 
     check()
     streams = {"out_stream": _Lines(told), "err_stream": _Lines(told)} if told else {"hide": True}
-    deadline = time.monotonic() + seconds
+    deadline, pause = time.monotonic() + seconds, FIRST_LOOK_SECONDS
     try:
         running = connection.run(command, **streams, warn=True, in_stream=False, asynchronous=True)
         try:
@@ -163,7 +163,8 @@ def step(
                 check()
                 if time.monotonic() >= deadline:
                     raise IcomError(f"{node.role} ({node.id}): no end after {seconds} s of: {command}")
-                PAUSE(LOOK_SECONDS)
+                PAUSE(pause)
+                pause = min(2 * pause, LOOK_SECONDS)
         except BaseException:
             running.runner.kill()
             raise

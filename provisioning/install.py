@@ -18,7 +18,7 @@ _ARCHIVE = ".icom.tar.gz"
 _INSTALL_SECONDS = 3600
 
 # The environment stays: an update of the project keeps what has not changed.
-_UNPACK = (
+UNPACK = (
     "{ [ ! -e runs/lock ] || flock -n runs/lock true || "
     "{ echo 'A training runs here, from the files that are to be replaced. Wait for its end.' >&2; false; }; } && "
     f"rm -rf {FOLDER}.new && mkdir {FOLDER}.new && tar -xzf {_ARCHIVE} -C {FOLDER}.new && rm {_ARCHIVE} && "
@@ -45,7 +45,7 @@ fi
 _CONDA = f"make -s -C {FOLDER} install-miniconda || echo 'no conda can be had here: a venv does as well'"
 _SETUP = {
     False: f"make -s -C {FOLDER} setup-master EXTRAS=mpi",
-    # CUDA's libraries come with PyTorch's own build from PyPI; the image has the driver.
+    # Its build for CUDA brings CUDA's libraries along; the image has the driver.
     True: f"make -s -C {FOLDER} setup-master EXTRAS=mpi TORCH_INDEX_URL=https://download.pytorch.org/whl/cu130",
 }
 _DOCTOR = f"make -s -C {FOLDER} run CMD='icom doctor'"
@@ -71,7 +71,7 @@ def install(connection: Any, node: Node, gpus: int, check: Callable[[], None], p
         return
     with progress.doing(node.role, "getting icom's files"):
         send(connection, node, _ARCHIVE, project.archive(), check)
-        step(connection, node, _UNPACK, check)
+        step(connection, node, UNPACK, check)
     steps = (
         ("make, venv", _TOOLS),
         ("conda", _CONDA),

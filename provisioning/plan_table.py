@@ -43,7 +43,7 @@ def plan_table(plan: Plan, found: Survey) -> Table:
             row(True, "raw image of this instance's root disk, until the image is made from it")
     if plan.bake:
         builder = builder_plan(plan).config
-        what = f"builder: {builder.instance_type}, {builder.volume_gb} GB, some 15 minutes, until the image is made"
+        what = f"builder: {builder.instance_type}, {builder.volume_gb} GB, until the image is made"
         row(True, what, None if plan.gpus else prices.per_hour)
         what = "image with icom in it, tested, for all clusters; per GB of its snapshot"
         row(True, what, month=prices.snapshot_gb_month)

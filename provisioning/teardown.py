@@ -90,12 +90,13 @@ def _look_elsewhere(aws: Aws, config: TeardownConfig) -> None:
     Raises:
         UsageError: there is one.
     """
-    others = [(account, region) for account, region in places_of(config.cluster) if region != aws.region]
-    if others and (aws.account, aws.region) not in places_of(config.cluster):
-        account, region = others[0]
+    places = places_of(config.cluster)
+    if places and (aws.account, aws.region) not in places:
+        account, region = places[0]
         raise UsageError(
-            f"There is no cluster {config.cluster} in {aws.region}, but this computer made one in {region} (account "
-            f"{account}): icom teardown --cluster {config.cluster} --region {region}"
+            f"There is no cluster {config.cluster} in {aws.region}, account {aws.account}, but this computer made one "
+            f"in {region}, account {account}. With that account's credentials: icom teardown --cluster "
+            f"{config.cluster} --region {region}"
         )
 
 

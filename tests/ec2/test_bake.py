@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import base64
+import fcntl
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from provisioning import project
+from provisioning.install import UNPACK
+from tests.conftest import ROOT
 from tests.ec2.fake_ssh import Steps
 from tests.ec2.wire import Icom, Wire
 
@@ -106,6 +111,33 @@ def test_bake_alone_leaves_the_image(
     assert not list((tmp_path / "clusters").rglob("id_ed25519"))
     assert icom("teardown", "--yes", "--cluster", "alone", "--all_images").code == 0
     assert left("alone") == []
+
+
+def test_gpus_that_pytorch_cannot_use_are_told(make: Icom, wire: Wire, left: Left, content: str) -> None:
+    """The builder has none; the nodes are asked before they are called ready."""
+    result = make("--cluster", "gpus", "--instance_type", "p4de.24xlarge")
+    assert result.code == 1, result
+    assert "it has 8 GPUs, of which PyTorch can use 0" in result.err
+    launched = [params for name, params in wire.requests if name == "RunInstances" and "DryRun" not in params]
+    assert [params["InstanceType"] for params in launched] == ["m7i.2xlarge", "p4de.24xlarge"]
+    assert left("gpus") == []
+
+
+def test_files_are_not_replaced_under_a_training(tmp_path: Path) -> None:
+    """The lock is that of `icom train --on`, held by the kernel for whoever trains."""
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "icom").mkdir()
+    (tmp_path / "icom/old").touch()
+    (tmp_path / ".icom.tar.gz").write_bytes(project.archive())
+    with (tmp_path / "runs/lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        refused = subprocess.run(["sh", "-c", UNPACK], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert refused.returncode
+    assert "A training runs here" in refused.stderr
+    assert (tmp_path / "icom/old").exists()
+    subprocess.run(["sh", "-c", UNPACK], cwd=tmp_path, check=True)
+    assert not (tmp_path / "icom/old").exists()
+    assert (tmp_path / "icom/Makefile").read_bytes() == (ROOT / "Makefile").read_bytes()
 
 
 @pytest.mark.parametrize("fault", ["error", "broken", "ctrl-c"])

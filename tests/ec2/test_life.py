@@ -175,6 +175,17 @@ def test_file_and_flags(provision: Icom, nodes: Nodes, tmp_path: Path) -> None:
     assert len(nodes("filed")) == 2
 
 
+def test_teardown_in_another_region_does_not_say_that_all_is_gone(
+    provision: Icom, icom: Icom, nodes: Nodes, tmp_path: Path
+) -> None:
+    assert provision("--cluster", "abroad").code == 0
+    wrong = icom("teardown", "--yes", "--cluster", "abroad", "--region", "us-east-1")
+    assert wrong.code == 2
+    assert "icom teardown --cluster abroad --region eu-central-1" in wrong.err
+    assert len(nodes("abroad")) == 1
+    assert list((tmp_path / "clusters").rglob("abroad/id_ed25519"))
+
+
 def test_stop_and_start(provision: Icom, icom: Icom, nodes: Nodes, tmp_path: Path) -> None:
     assert provision("--cluster", "nap", "--count", "2").code == 0
     assert "2 nodes of nap are stopped" in icom("stop", "--cluster", "nap").out

@@ -26,7 +26,7 @@ NOT_YET = (
     "InvalidAMIID.NotFound",
     "InvalidAMIID.Unavailable",
 )
-VISIBLE_TRIES = 8
+VISIBLE_TRIES = 30
 VISIBLE_SECONDS = 2.0
 FIRST_POLL_SECONDS, POLL_SECONDS = 0.5, 5
 """Between looks at what takes time: often first, then at this pace."""

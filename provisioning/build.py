@@ -46,8 +46,7 @@ def build(aws: Aws, plan: Plan, cluster: Cluster, login: Login, launches: Launch
             remove_raw_images(aws, plan.config.cluster)
     if plan.make_placement:
         placement_group(aws, plan, say)
-    if plan.roles:
-        launch_somewhere(aws, plan, group, client_key, login.folder, launches, say)
+    launched = launch_somewhere(aws, plan, group, client_key, login.folder, launches, say) if plan.roles else []
     if plan.roles or plan.there:
-        wait_until_running(aws, plan, say)
+        wait_until_running(aws, plan, launched, say)
     return find_cluster(aws, plan.config.cluster)

@@ -318,7 +318,7 @@ def ssh_source(text: str, anywhere: bool) -> ipaddress.IPv4Network:
 
 def key_file(config: InstanceConfig) -> Path:
     """Where the private half of --key_name is looked for."""
-    return Path(config.key_file or f"~/.ssh/{config.key_name}.pem").expanduser()
+    return Path(config.key_file or f"~/.ssh/{config.key_name}.pem").expanduser().resolve()  # it goes into an ssh config
 
 
 def check_key_file(path: Path) -> None:

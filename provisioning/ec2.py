@@ -17,6 +17,14 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 
+SOURCES = {
+    "IpRanges": "CidrIp",
+    "Ipv6Ranges": "CidrIpv6",
+    "UserIdGroupPairs": "GroupId",
+    "PrefixListIds": "PrefixListId",
+}
+"""Kinds of sources in a rule of a security group -> what tells one from another."""
+
 
 def rehearse(aws: Aws, plan: Plan) -> None:
     """Ask EC2 whether it would allow each call that makes something. Makes nothing.
@@ -91,8 +99,16 @@ def security_group(aws: Aws, plan: Plan, cluster: Cluster, say: Say) -> str:
         )
         say(f"security group {found['GroupId']}")
     group = str(found["GroupId"])
-    _set_rules(aws, plan, found)
+    _set_rules(aws, plan, found, say)
     return group
+
+
+def restore_rules(aws: Aws, before: dict[str, Any]) -> None:
+    """Take back what a call has let into a security group, as EC2 described it before."""
+    (now,) = aws.ec2.describe_security_groups(GroupIds=[before["GroupId"]])["SecurityGroups"]
+    known = _by_source(before["IpPermissions"])
+    if new := [rule for source, rule in _by_source(now["IpPermissions"]).items() if source not in known]:
+        aws.ec2.revoke_security_group_ingress(GroupId=before["GroupId"], IpPermissions=new)
 
 
 def _described_group(aws: Aws, plan: Plan) -> dict[str, Any] | None:
@@ -100,25 +116,24 @@ def _described_group(aws: Aws, plan: Plan) -> dict[str, Any] | None:
     return groups["SecurityGroups"][0] if groups["SecurityGroups"] else None
 
 
-def _set_rules(aws: Aws, plan: Plan, group: dict[str, Any]) -> None:
+def _set_rules(aws: Aws, plan: Plan, group: dict[str, Any], say: Say) -> None:
     """Let in what the plan says and nothing else: the caller's address changes from day to day."""
     from botocore.exceptions import ClientError
 
     id = str(group["GroupId"])
-    wanted = ingress_rules(plan, id)
-    there = group.get("IpPermissions", [])  # none in the answer to its creation
-    keep = [rule for rule in there if _sources(rule) in [_sources(rule) for rule in wanted]]
-    stale = [rule for rule in there if rule not in keep]
-    if stale and not plan.only_image:  # the builder is a guest in the group of a cluster, whose rules stay
-        aws.ec2.revoke_security_group_ingress(GroupId=id, IpPermissions=stale)
-    missing = [rule for rule in wanted if _sources(rule) not in [_sources(rule) for rule in keep]]
-    for rule in missing:
+    wanted = _by_source(ingress_rules(plan, id))
+    there = _by_source(group.get("IpPermissions", []))  # none in the answer to its creation
+    for rule in (rule for source, rule in wanted.items() if source not in there):
         request = {"GroupId": id, "IpPermissions": [rule]}
         try:
             when_visible(lambda request=request: aws.ec2.authorize_security_group_ingress(**request))  # type: ignore[misc]
         except ClientError as error:
             if error_code(error) != "InvalidPermission.Duplicate":  # the first answer was lost
                 raise
+    stale = {source: rule for source, rule in there.items() if source not in wanted}
+    if stale and not plan.only_image:  # the builder is a guest in the group of a cluster, whose rules stay
+        aws.ec2.revoke_security_group_ingress(GroupId=id, IpPermissions=list(stale.values()))
+        say(f"security group {id} no longer lets in {', '.join(_in_words(*source) for source in stale)}")
     if plan.config.efa:
         # An adapter's own traffic needs a rule towards the group itself; the default one for all addresses is not it.
         among = {"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": id}]}
@@ -129,16 +144,22 @@ def _set_rules(aws: Aws, plan: Plan, group: dict[str, Any]) -> None:
                 raise
 
 
-def _sources(rule: dict[str, Any]) -> tuple[Any, ...]:
-    """What a rule lets in, in a form that can be compared."""
-    return (
-        rule["IpProtocol"],
-        rule.get("FromPort"),
-        sorted(entry["CidrIp"] for entry in rule.get("IpRanges", [])),
-        sorted(entry["CidrIpv6"] for entry in rule.get("Ipv6Ranges", [])),
-        sorted(entry["GroupId"] for entry in rule.get("UserIdGroupPairs", [])),
-        sorted(entry["PrefixListId"] for entry in rule.get("PrefixListIds", [])),
-    )
+def _by_source(rules: list[dict[str, Any]]) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """Rules by protocol, ports and source, with one source each: EC2 tells all those of a port as one."""
+    single = {}
+    for rule in rules:
+        what = {part: rule.get(part) for part in ("IpProtocol", "FromPort", "ToPort")}
+        ports = {part: value for part, value in what.items() if value is not None}
+        for kind, name in SOURCES.items():
+            for source in rule.get(kind, []):
+                key = (*what.values(), source[name])
+                single[key] = ports | {kind: [source]}
+    return single
+
+
+def _in_words(protocol: str, first: int | None, last: int | None, source: str) -> str:
+    ports = "" if first is None else f" {first}" if first == last else f" {first}-{last}"
+    return f"{'all' if protocol == '-1' else protocol}{ports} from {source}"
 
 
 def join_group(aws: Aws, this: This, group: str) -> None:
@@ -206,8 +227,8 @@ def unless_made(
         ) from error
 
 
-def until(done: Callable[[], bool], tries: int = 6, seconds: float = 2.0) -> bool:
-    """Ask a few times; whether it came true."""
+def until(done: Callable[[], bool], tries: int = 60, seconds: float = 2.0) -> bool:
+    """Ask for two minutes, in which EC2 may learn of its own doings; whether it came true."""
     for _ in range(tries):
         if done():
             return True

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from icom.errors import IcomError
 from provisioning.aws import Aws, error_code, explained, filters, wait_for, when_visible
-from provisioning.cluster import BUILDER, Node, find_nodes
+from provisioning.cluster import Node, find_nodes
 from provisioning.ec2 import until
 from provisioning.hostkeys import Folder, make_key, unborn_name
 from provisioning.plan import Plan, launch_request
@@ -120,25 +120,24 @@ def learn_launched(aws: Aws, launches: Launches) -> list[str]:
     return []
 
 
-def wait_until_running(aws: Aws, plan: Plan, say: Say) -> None:
-    """Wait for all nodes, new ones and those of an earlier call.
+def wait_until_running(aws: Aws, plan: Plan, launched: Sequence[str], say: Say) -> None:
+    """Wait for all nodes, new ones and those of an earlier call, until they run and EC2 finds them by their tags.
 
     Raises:
         IcomError: a node died (with EC2's reason), or the time is over.
     """
-    expected = len(plan.roles) + len(plan.there)
-    nodes: list[Node] = []
+    ids = [*launched, *(node.id for node in plan.there)]  # tags may show late, and nobody finds a dead node by them
+    say(f"waiting for {len(ids)} nodes to run")
+    wait_for(aws, "running", ids, plan.config.wait_minutes)
+    with_addresses(aws, plan, filters(instance_id=ids), len(ids))
+    found: list[str] = []
 
     def listed() -> bool:
-        found = find_nodes(aws, filters(tag_cluster=plan.config.cluster))
-        nodes[:] = [node for node in found if node.role != BUILDER]
-        return len(nodes) >= expected
+        found[:] = [node.id for node in find_nodes(aws, filters(tag_cluster=plan.config.cluster))]
+        return set(ids) <= set(found)
 
     if not until(listed):
-        raise IcomError(f"EC2 lists {len(nodes)} live nodes where {expected} were started. See icom status.")
-    say(f"waiting for {expected} nodes to run")
-    wait_for(aws, "running", [node.id for node in nodes], plan.config.wait_minutes)
-    with_addresses(aws, plan, filters(instance_id=[node.id for node in nodes]), expected)
+        raise IcomError(f"EC2 does not list {', '.join(set(ids) - set(found))} by the tags it was given.")
 
 
 def with_addresses(aws: Aws, plan: Plan, mine: list[dict[str, Any]], count: int) -> list[Node]:

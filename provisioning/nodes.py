@@ -6,6 +6,7 @@ Every step can be done again, so that a second `icom provision` goes on where th
 from __future__ import annotations
 
 import shlex
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -17,7 +18,7 @@ from provisioning.health import check_health
 from provisioning.hostkeys import unborn_name
 from provisioning.install import install
 from provisioning.progress import Progress
-from provisioning.ssh import Login, patient_connect, step, write_file
+from provisioning.ssh import Login, OtherKey, patient_connect, step, write_file
 
 # cloud-init goes on after sshd has started; status 2 is "done, with warnings".
 WAIT_FOR_BOOT = (
@@ -27,6 +28,8 @@ WAIT_FOR_BOOT = (
 AS_ROOT = '$([ "$(id -u)" = 0 ] || echo sudo -n)'
 NEW_KEY = "/etc/ssh/icom_new_key"
 BOOT_SECONDS = 900
+RELOAD_TRIES, RELOAD_SECONDS = 20, 0.5
+"""How often, and after which pause, a node is asked again that still shows its first host key."""
 MAKE_HOST_KEY = (
     f"{AS_ROOT} rm -f {NEW_KEY} {NEW_KEY}.pub && "
     f"{AS_ROOT} ssh-keygen -q -t ed25519 -N '' -C '' -f {NEW_KEY} && {AS_ROOT} cat {NEW_KEY}.pub"
@@ -142,8 +145,18 @@ def _replace_host_key(login: Login, node: Node, old: Any, wait_minutes: float, c
     if not new.startswith("ssh-ed25519 "):
         raise IcomError(f"{node.role} ({node.id}) made no ed25519 host key but this: {new}")
     login.folder.remember([node.id], new)
+    before = login.folder.host_keys(node.id)
     step(old, node, USE_HOST_KEY, check)
-    connection = patient_connect(login, node, wait_minutes, check, [new])
+    for _ in range(RELOAD_TRIES):  # sshd takes up the new key some time after it was asked to
+        try:
+            connection = patient_connect(login, node, wait_minutes, check, [new])
+            break
+        except OtherKey as error:
+            if error.seen not in before:
+                raise
+        time.sleep(RELOAD_SECONDS)
+    else:
+        raise IcomError(f"{node.role} ({node.id}) still shows its first host key, after its sshd was told to reload.")
     for other in login.folder.host_keys(node.id):  # the first one, and those of attempts that were interrupted
         if other != new:
             login.folder.forget(node.id, other)

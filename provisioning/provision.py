@@ -14,7 +14,7 @@ from provisioning.aws import Aws, add_console, connect, explained
 from provisioning.build import build
 from provisioning.cluster import Cluster, Node, find_cluster
 from provisioning.config import BakeConfig, ProvisionConfig, as_options, check_instance_config, key_file
-from provisioning.ec2 import rehearse
+from provisioning.ec2 import rehearse, restore_rules
 from provisioning.environment import IN_ENVIRONMENT
 from provisioning.hostkeys import Folder, folder_of
 from provisioning.launches import Launches, learn_launched
@@ -105,11 +105,11 @@ def _make(config: ProvisionConfig, only_image: bool) -> None:
             except BaseException as error:
                 removing = True
                 add_console(aws, error)
-                if _after_failure(aws, plan, launches, error, _say_if_heard) and before.empty:
+                if _after_failure(aws, plan, before, launches, error, _say_if_heard) and before.empty:
                     folder.remove()
                 raise
             if only_image:
-                _remove_all_but_image(aws, plan)
+                _remove_all_but_image(aws, plan, before)
                 if not cluster.nodes:
                     folder.remove()
                 return
@@ -150,7 +150,9 @@ def _say_if_heard(text: str) -> None:
         print(text, flush=True)
 
 
-def _after_failure(aws: Aws, plan: Plan, launches: Launches, error: BaseException, say: Callable[[str], None]) -> bool:
+def _after_failure(
+    aws: Aws, plan: Plan, before: Cluster, launches: Launches, error: BaseException, say: Callable[[str], None]
+) -> bool:
     """Remove what this call made, or say that it was kept.
 
     Returns:
@@ -172,6 +174,7 @@ def _after_failure(aws: Aws, plan: Plan, launches: Launches, error: BaseExceptio
                 errors = unknown + remove(
                     aws, name, REMOVE_MINUTES, say, run=plan.run, images=True, launched=launches.ids
                 )
+                _leave_group(aws, plan, before)
                 left = settle(aws, name, plan.run, images=True)
         except IcomError as second:
             errors.append(str(second))
@@ -191,13 +194,20 @@ def _after_failure(aws: Aws, plan: Plan, launches: Launches, error: BaseExceptio
     ) from error
 
 
-def _remove_all_but_image(aws: Aws, plan: Plan) -> None:
-    """What `icom bake` needed on the way: security group and key pair, if it made them.
+def _leave_group(aws: Aws, plan: Plan, before: Cluster) -> None:
+    """Close what `icom bake` has opened in the security group of a cluster, where it is a guest."""
+    if plan.only_image and before.group:
+        restore_rules(aws, before.group)
+
+
+def _remove_all_but_image(aws: Aws, plan: Plan, before: Cluster) -> None:
+    """What `icom bake` needed on the way: security group and key pair, if it made them, and its rule if it did not.
 
     Raises:
         IcomError: some of it is left.
     """
     name = plan.config.cluster
+    _leave_group(aws, plan, before)
     if errors := remove(aws, name, REMOVE_MINUTES, print, run=plan.run):
         raise IcomError(
             f"The image is made, but not all else is removed: {'; '.join(errors)}. "

@@ -21,9 +21,21 @@ LOGIN_SECONDS = 90
 """How long a node may refuse a login: sshd runs before cloud-init has put the key there, and pam_nologin holds it."""
 STEP_SECONDS = 300
 FIRST_LOOK_SECONDS, LOOK_SECONDS = 0.005, 0.2
-PAUSE = time.sleep
+CLOCK, PAUSE = time.monotonic, time.sleep
+PIECE = 1 << 18
+"""Bytes that are sent between two looks at whether to stop."""
+STALL_SECONDS = 60
+"""How long a node may take nothing of a file that is sent."""
 KEEPALIVE_SECONDS = 15
 TAIL_LINES = 12
+
+
+class OtherKey(IcomError):
+    """What answers has another host key, `seen`, than the node."""
+
+    def __init__(self, message: str, seen: str) -> None:
+        super().__init__(message)
+        self.seen = seen
 
 
 class LoginRefused(NodesFailed):
@@ -48,7 +60,7 @@ def connect(login: Login, node: Node, keys: Sequence[str] | None = None) -> Any:
         keys: host keys to accept; None takes those that are recorded for the node.
 
     Raises:
-        IcomError: no key is recorded, or the host has another one; LoginRefused: it does not let us in.
+        IcomError: no key is recorded; OtherKey: the host has another one; LoginRefused: it does not let us in.
         OSError, EOFError, paramiko's SSHException: it cannot be reached (yet).
     """
     import paramiko
@@ -91,10 +103,11 @@ def connect(login: Login, node: Node, keys: Sequence[str] | None = None) -> Any:
                 "Does its image have another user? --ssh_user",
                 [node.id],
             ) from error
-    raise IcomError(
+    raise OtherKey(
         f"{node.role} at {address} is not {node.id}, or its host key was changed: it shows {seen}, not "
         f"{' or '.join(accepted)}. Nothing was sent to it. If you did not change that key yourself, somebody may be in "
-        "between."
+        "between.",
+        seen,
     )
 
 
@@ -155,13 +168,13 @@ def step(
 
     check()
     streams = {"out_stream": _Lines(told), "err_stream": _Lines(told)} if told else {"hide": True}
-    deadline, pause = time.monotonic() + seconds, FIRST_LOOK_SECONDS
+    deadline, pause = CLOCK() + seconds, FIRST_LOOK_SECONDS
     try:
         running = connection.run(command, **streams, warn=True, in_stream=False, asynchronous=True)
         try:
             while not running.runner.process_is_finished:
                 check()
-                if time.monotonic() >= deadline:
+                if CLOCK() >= deadline:
                     raise IcomError(f"{node.role} ({node.id}): no end after {seconds} s of: {command}")
                 PAUSE(pause)
                 pause = min(2 * pause, LOOK_SECONDS)
@@ -195,16 +208,20 @@ def send(connection: Any, node: Node, path: str, content: bytes, check: Callable
     """Write a file of any size on a node by sftp, for its owner alone. `path` is relative to the home folder.
 
     Raises:
-        IcomError: the node has no room for it, or the connection broke.
+        IcomError: the node has no room for it, took nothing for STALL_SECONDS, or the connection broke.
     """
     import paramiko
 
     check()
     try:
-        with connection.sftp().open(path, "wb") as file:
+        sftp = connection.sftp()
+        sftp.get_channel().settimeout(STALL_SECONDS)
+        with sftp.open(path, "wb") as file:
             file.chmod(0o600)
             file.set_pipelined(True)  # else each piece waits for an answer
-            file.write(content)
+            for start in range(0, len(content), PIECE):
+                check()
+                file.write(content[start : start + PIECE])
     except (OSError, EOFError, paramiko.SSHException) as error:
         raise IcomError(f"{node.role} ({node.id}): {path} could not be written there: {error}") from error
 

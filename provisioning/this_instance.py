@@ -78,7 +78,23 @@ def where_am_i(config: ProvisionConfig) -> Identity:
             f"{place} && make -C {place} setup-master EXTRAS=mpi,aws"
         )
     find_mpi("auto")
+    _check_own_key(Path.home() / ".ssh/id_ed25519")
     return own
+
+
+def _check_own_key(path: Path) -> None:
+    """The workers let in this user's key if there is one, and mpirun logs in with it where nobody can type.
+
+    Raises:
+        UsageError: it has a passphrase.
+    """
+    if path.exists():
+        words = ["ssh-keygen", "-y", "-P", "", "-f", str(path)]
+        if subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode:
+            raise UsageError(
+                f"The key {path} cannot be used without a passphrase, and mpirun has to log in to the workers with it. "
+                f"Move it away, or take the passphrase off: ssh-keygen -p -N '' -f {path}"
+            )
 
 
 def _identity() -> Identity:
@@ -142,7 +158,7 @@ def _look_around(aws: Aws, id: str) -> This:
         cluster = tags_of(instance)[TAG_CLUSTER]
         raise UsageError(
             f"This instance belongs to the cluster {cluster} itself, and icom teardown would end it. Grow that one: "
-            f"icom provision --cluster {cluster}, where it was made."
+            f"icom provision --cluster {cluster} --region {aws.region}, where it was made."
         )
     root = instance["RootDeviceName"]
     disks = {disk["DeviceName"]: disk["Ebs"]["VolumeId"] for disk in instance["BlockDeviceMappings"] if "Ebs" in disk}

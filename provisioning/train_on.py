@@ -25,19 +25,20 @@ from icom.errors import IcomError, Stopped, UsageError
 from icom.files import make_writable_folder, write_atomically
 from icom.signals import StopRequest
 from provisioning.cluster import MASTER
-from provisioning.config import WhereConfig
+from provisioning.config import WhereConfig, as_options
 from provisioning.hostkeys import places_of, ssh_names
 from provisioning.remote import reach
 from provisioning.transfer import Parcel, Way, fetch, parcel, send
 
-BUSY, GPUS = 75, 76
+BUSY = 75
 ASK_SECONDS = 0.2
 
 # The kernel lets go of the lock when the last process that inherited it ends, whatever became of it.
 LOCK = "mkdir -p runs; exec 9>>runs/lock; flock -n 9"
 # $1: the run's output folder.
+GPUS = "gpus"
 LOOK = f"""
-[ ! -e /dev/nvidiactl ] || exit {GPUS}
+[ ! -e /dev/nvidiactl ] || {{ echo {GPUS}; exit; }}
 echo "$HOME"; [ -d "runs/$1" ] && echo known || echo new; {LOCK} || cat runs/lock
 """
 # $1: the run. $2…: training options. A job with `set -m` gets a process group of its own, in which signals are not
@@ -78,14 +79,24 @@ class Run:
     """A training on a cluster.
 
     Attributes:
-        cluster: its name.
+        where: the cluster.
         id: of its folder in ~/runs on the master; the same for the same --output_dir here.
         output: --output_dir, here.
     """
 
-    cluster: str
+    where: WhereConfig
     id: str
     output: Path
+
+    @property
+    def cluster(self) -> str:
+        """Its name."""
+        return self.where.cluster
+
+    @property
+    def by_hand(self) -> str:
+        """How to begin a command line that runs something on the master."""
+        return f"icom run{as_options(self.where)} --"
 
     @property
     def name(self) -> str:
@@ -94,13 +105,12 @@ class Run:
 
     def goes_on(self) -> str:
         """How to go on by hand with a training that has lost us."""
-        on = f"icom run --cluster {self.cluster} --"
         source, target = shlex.quote(f"runs/{self.id}/{self.name}"), shlex.quote(str(self.output.parent))
         return (
             f"The training may go on on {self.cluster}.\n"
-            f"  see it:   {on} tail -n 20 -f runs/{self.id}/log\n"
-            f"  stop it:  {on} {STOP_BY_HAND}\n"
-            f"  fetch it: icom pull --cluster {self.cluster} {source} {target}"
+            f"  see it:   {self.by_hand} tail -n 20 -f runs/{self.id}/log\n"
+            f"  stop it:  {self.by_hand} {STOP_BY_HAND}\n"
+            f"  fetch it: icom pull{as_options(self.where)} {source} {target}"
         )
 
 
@@ -117,13 +127,13 @@ def train_on(config: TrainConfig) -> None:
     inputs = _inputs(config)
     make_writable_folder(Path(config.output_dir))
     output = Path(config.output_dir).resolve()
-    run = Run(config.on, hashlib.sha256(str(output).encode()).hexdigest()[:12], output)
     # Its key is on this computer alone, and so is the knowledge where it was made.
     places = places_of(config.on)
-    region = places[0][1] if len(places) == 1 else None
-    folder = reach(WhereConfig(cluster=config.on, region=region), None)
+    where = WhereConfig(cluster=config.on, region=places[0][1] if len(places) == 1 else None)
+    run = Run(where, hashlib.sha256(str(output).encode()).hexdigest()[:12], output)
+    folder = reach(where, None)
     way = Way(folder.ssh_config, ssh_names(config.on, MASTER)[0])
-    home = _look(way, run, config.resume_from_checkpoint)
+    home = look(way, run, config.resume_from_checkpoint)
     there: dict[str, Any] = {option: f"{home}/pushed/{some.name}" for option, some in inputs.items()}
     there["output_dir"] = f"{home}/runs/{run.id}/{run.name}"
     resume = there.pop("resume_from_checkpoint", config.resume_from_checkpoint)
@@ -194,19 +204,25 @@ def _token(config: TrainConfig) -> str:
     return config.hub_token or get_token() or ""
 
 
-def _look(way: Way, run: Run, resume: str | None) -> str:
+def look(way: Way, run: Run, resume: str | None) -> str:
     """The home folder on the nodes.
 
     Raises:
-        UsageError: a training runs there, or does not have what is to be resumed.
+        UsageError: a training runs there, it does not have what is to be resumed, or its nodes have GPUs.
     """
-    home, folder, *trains = way.ask("Asking whether it trains", LOOK, f"{run.id}/{run.name}").splitlines()
+    said = way.ask("Asking whether it trains", LOOK, f"{run.id}/{run.name}").splitlines()
+    if said == [GPUS]:
+        raise UsageError(
+            f"The nodes of {run.cluster} have GPUs, and --on trains on CPUs. Bring the pictures with icom push"
+            f"{as_options(run.where)}, and train there: icom ssh{as_options(run.where)}, then mpirun -f ~/hosts -n N "
+            "-ppn 1 accelerate launch textual_inversion_icom.py …"
+        )
+    home, folder, *trains = said
     if trains:
         _, _, other = trains[0].rpartition(" ")
         raise UsageError(
-            f"A training runs on {run.cluster} already. See it: icom run --cluster {run.cluster} -- tail -n 20 -f "
-            f"runs/{other}/log. Stop it: icom run --cluster {run.cluster} -- {STOP_BY_HAND}. What it saves: "
-            f"icom pull --cluster {run.cluster} runs/{other}"
+            f"A training runs on {run.cluster} already. See it: {run.by_hand} tail -n 20 -f runs/{other}/log. Stop it: "
+            f"{run.by_hand} {STOP_BY_HAND}. What it saves: icom pull{as_options(run.where)} runs/{other}"
         )
     if folder == "new" and resume == "latest" and any(run.output.glob("checkpoint-*")):
         raise UsageError(

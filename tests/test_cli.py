@@ -342,13 +342,13 @@ def test_bench_sweep_writes_csv_and_plot(tmp_path: Path, icom: Icom) -> None:
 
     from PIL import Image
 
-    arguments = "--arch tiny --rounds 1 --steps 1 --mixed_precision no --sweep_batch_sizes 1 2 --sweep".split()
+    arguments = "--arch tiny --rounds 1 --steps 1 --mixed_precision no --sweep_batch_sizes 2 --sweep".split()
     result = icom("bench", *arguments, str(tmp_path / "sweep"))
     assert result.code == 0, result.err
     with (tmp_path / "sweep.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["micro_batch"], row["engine"]) for row in rows if row["backend"] == "cpu"] == [
-        *(("1", "off"), ("1", "on"), ("2", "off"), ("2", "on")),
+        *(("2", "off"), ("2", "on")),
     ]
     first = float(rows[0]["images_per_second"])
     for row in rows:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from icom.checkpoint import list_checkpoints
 
-STEPS = 300
+STEPS = 120
 OPTIONS = {
     "max_train_steps": STEPS,
     "checkpointing_steps": 2,

@@ -124,6 +124,12 @@ class Box:
             shutil.copy(ROOT / path, copy)
         (disk / "root" / DONE).write_text(project.digest())
 
+    def put_command_in_base_image(self, name: str, script: str) -> None:
+        """Give the image that nodes start from a command."""
+        (file := self._disk(UBUNTU) / "usr/local/bin" / name).parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"#!/bin/sh\n{script}\n")
+        file.chmod(0o755)
+
     def do_not_boot(self, launch: int) -> None:
         """EC2 will say that the instance runs, but there will be no host. `launch` counts all of the box, from 0."""
         self._dead.add(launch)

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -34,28 +35,38 @@ class Steps:
     at: int | None = None
     """Which step (from 0) meets the fault."""
     fault: str = ""
-    """error, broken or ctrl-c."""
+    """error, broken, hang or ctrl-c."""
+    passed: float = 0
+    """Seconds that went by while steps were hanging."""
 
     def meet_at(self, at: int | None, fault: str) -> None:
         """Count from 0 again; the step of that number meets the fault."""
         self.done.clear()
         self.at, self.fault = at, fault
 
+    def clock(self) -> float:
+        """What the time is, for provisioning.ssh."""
+        return time.monotonic() + self.passed
+
+    def pause(self, seconds: float) -> None:
+        """Called between looks at a step that has not ended: an hour goes by."""
+        self.passed += 3600
+
     def meet(self, what: str) -> SimpleNamespace:
         """Do a step."""
         self.done.append(what)
-        failed = False
+        failed = hangs = False
         if len(self.done) - 1 == self.at:
             if self.fault == "broken":
                 raise EOFError("the connection is gone")
             if self.fault == "ctrl-c":
                 os.kill(os.getpid(), signal.SIGINT)
-            failed = self.fault == "error"
+            failed, hangs = self.fault == "error", self.fault == "hang"
         text = f"{MARK}1000.0\n{MARK}{FACTS}\n{MARK}1000.0\n" if "on_node facts" in what else ""
         if mpirun := re.search(r"mpirun .*-n (\d+) .*all_reduce", what):
             text = f"all-reduce of {mpirun[1]} processes"
         return SimpleNamespace(
-            failed=failed, exited=3 if failed else 0, stdout=text, stderr="no such luck" if failed else ""
+            failed=failed, exited=3 if failed else 0, stdout=text, stderr="no such luck" if failed else "", hangs=hangs
         )
 
 
@@ -74,14 +85,16 @@ class FakeConnection:
         pass
 
     def run(self, command: str, **_: Any) -> SimpleNamespace:
-        """A shell command, which has ended."""
+        """A shell command, which has ended, or never will."""
         done = self._run(command)
-        return SimpleNamespace(runner=SimpleNamespace(process_is_finished=True), join=lambda: done)
+        runner = SimpleNamespace(process_is_finished=not done.hangs, kill=lambda: None)
+        return SimpleNamespace(runner=runner, join=lambda: done)
 
     def _run(self, command: str) -> SimpleNamespace:
         if "ssh-keygen -q -t ed25519 -N '' -C '' -f" in command:
             done = self._steps.meet(f"{self._node.role}: {command}")
-            return done if done.failed else SimpleNamespace(failed=False, exited=0, stdout=make_key().public, stderr="")
+            done.stdout = make_key().public
+            return done
         return self._steps.meet(f"{self._node.role}: {command}")
 
     def sftp(self) -> Any:
@@ -89,12 +102,15 @@ class FakeConnection:
 
         @contextmanager
         def opened(path: str, mode: str) -> Iterator[Any]:
-            if self._steps.meet(f"{self._node.role}: sftp {path}").failed:
+            done = self._steps.meet(f"{self._node.role}: sftp {path}")
+            if done.failed:
                 raise OSError("no such luck")
+            if done.hangs:
+                raise TimeoutError("timed out")
             sink = io.BytesIO()
             yield SimpleNamespace(chmod=lambda mode: None, set_pipelined=lambda on: None, write=sink.write)
 
-        return SimpleNamespace(open=opened)
+        return SimpleNamespace(open=opened, get_channel=lambda: SimpleNamespace(settimeout=lambda seconds: None))
 
 
 def connector(steps: Steps) -> Callable[..., FakeConnection]:

@@ -1,7 +1,7 @@
 """The life of a cluster by the command line alone, on AWS itself: it costs money. What was made is always removed.
 
 `python -m tests.ec2.real_life [--cluster NAME] [--region R] [--profile P] [--yes] [options of icom provision]`: says
-what it costs and asks; then icom provision --count 3 --max_hours 1, status, run, train --on, and, whatever failed and
+what it costs and asks; then icom provision --count 3 --max_hours 1, status, run, mpirun, train --on, and, whatever failed and
 whichever signal came, teardown. Exit code 0: all of it worked, and nothing is left. 1: it says what did not work, or
 what may be left.
 """
@@ -135,8 +135,12 @@ def live(commands: Commands, provision: Sequence[str], name: str) -> None:
         raise Failed(f"icom status shows no running {', '.join(missing)}")
     if not commands.icom("run", "--cluster", name, "--", "hostname").strip():
         raise Failed("icom run -- hostname printed nothing")
+    options = [f"--{option}={value}" for option, value in TRAINING.items()]
+    program = ["accelerate", "launch", "textual_inversion_icom.py", "--output_dir=/tmp/by_hand", *options]
+    line = f"cd ~/icom && mpirun -f ~/hosts -n {COUNT} -ppn 1 {shlex.join(program)}"
+    if f"x {COUNT} processes" not in commands.icom("run", "--cluster", name, "--", line):
+        raise Failed(f"mpirun did not train with {COUNT} processes")
     with tempfile.TemporaryDirectory() as folder:
-        options = [f"--{option}={value}" for option, value in TRAINING.items()]
         commands.icom("train", "--on", name, f"--output_dir={folder}/learned", *options)
         if not Path(folder, "learned", "learned_embeds.safetensors").exists():
             raise Failed("icom train --on brought no learned_embeds.safetensors back")

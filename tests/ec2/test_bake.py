@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import fcntl
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -113,6 +114,28 @@ def test_bake_alone_leaves_the_image(
     assert left("alone") == []
 
 
+def test_bake_beside_a_cluster_leaves_its_rules(
+    make: Icom, bake: Icom, icom: Icom, ec2: Any, steps: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The builder is a guest in the cluster's security group, and here it is reached from another address."""
+
+    def rules() -> list[dict[str, Any]]:
+        mine = [{"Name": "tag:icom:cluster", "Values": ["host"]}]
+        (group,) = ec2.describe_security_groups(Filters=mine)["SecurityGroups"]
+        return list(group["IpPermissions"])
+
+    assert make("--cluster", "host", "--ssh_from", "198.51.100.4").code == 0
+    before = rules()
+    monkeypatch.setattr("provisioning.project.digest", lambda: "newer")
+    steps.meet_at(3, "error")
+    assert bake("--cluster", "host", "--ssh_from", "198.51.100.99").code == 1
+    assert rules() == before
+    steps.meet_at(None, "")
+    assert bake("--cluster", "host", "--ssh_from", "198.51.100.99").code == 0
+    assert rules() == before
+    assert icom("teardown", "--yes", "--cluster", "host", "--all_images").code == 0
+
+
 def test_gpus_that_pytorch_cannot_use_are_told(make: Icom, wire: Wire, left: Left, content: str) -> None:
     """The builder has none; the nodes are asked before they are called ready."""
     result = make("--cluster", "gpus", "--instance_type", "p4de.24xlarge")
@@ -140,7 +163,7 @@ def test_files_are_not_replaced_under_a_training(tmp_path: Path) -> None:
     assert (tmp_path / "icom/Makefile").read_bytes() == (ROOT / "Makefile").read_bytes()
 
 
-@pytest.mark.parametrize("fault", ["error", "broken", "ctrl-c"])
+@pytest.mark.parametrize("fault", ["error", "broken", "hang", "ctrl-c"])
 def test_fault_at_every_step_of_ssh_leaves_nothing(
     fault: str, make: Icom, left: Left, steps: Steps, empty: Callable[[], None]
 ) -> None:
@@ -155,6 +178,8 @@ def test_fault_at_every_step_of_ssh_leaves_nothing(
         if fault == "error":
             assert "no such luck" in result.err, where
             assert "i-" in result.err, where
+        if fault == "hang":
+            assert re.search(r" \(i-[0-9a-f]+\): .*(no end after \d+ s of|timed out)", result.err), where
         assert left(f"s{at}-{fault}") == [], where
     print(f"\n{count} ssh steps of icom provision --count 2, {fault} at each: nothing was left")
 

@@ -29,6 +29,11 @@ def tags(resource: dict[str, Any]) -> dict[str, str]:
     return {tag["Key"]: tag["Value"] for tag in resource["Tags"]}
 
 
+def ssh_sources(ec2: Any, cluster: str) -> list[str]:
+    rules = security_group(ec2, cluster)["IpPermissions"]
+    return [source["CidrIp"] for rule in rules for source in rule["IpRanges"]]
+
+
 def security_group(ec2: Any, cluster: str) -> dict[str, Any]:
     mine = [{"Name": "tag:icom:cluster", "Values": [cluster]}]
     (group,) = ec2.describe_security_groups(Filters=mine)["SecurityGroups"]
@@ -213,11 +218,17 @@ def test_clusters_side_by_side_do_not_touch(provision: Icom, icom: Icom, nodes: 
 
 def test_address_that_changed_replaces_the_old_rule(provision: Icom, ec2: Any) -> None:
     assert provision("--cluster", "moved", "--ssh_from", "198.51.100.4").code == 0
-    assert provision("--cluster", "moved").code == 0
-    (group,) = ec2.describe_security_groups(Filters=[{"Name": "tag:icom:cluster", "Values": ["moved"]}])[
-        "SecurityGroups"
-    ]
-    assert [r["CidrIp"] for rule in group["IpPermissions"] for r in rule["IpRanges"]] == ["9.9.9.9/32"]
+    id = security_group(ec2, "moved")["GroupId"]
+    by_hand = {"IpProtocol": "tcp", "FromPort": 22, "ToPort": 22, "IpRanges": [{"CidrIp": "203.0.113.0/24"}]}
+    ec2.authorize_security_group_ingress(GroupId=id, IpPermissions=[by_hand])
+    assert len(security_group(ec2, "moved")["IpPermissions"]) == 2, "EC2 tells the sources of a port as one rule"
+    moved = provision("--cluster", "moved")
+    assert moved.code == 0
+    told = "no longer lets in tcp 22 from 198.51.100.4/32, tcp 22 from 203.0.113.0/24"
+    assert told in " ".join(moved.out.split())
+    assert ssh_sources(ec2, "moved") == ["9.9.9.9/32"]
+    assert "no longer lets in" not in provision("--cluster", "moved").out
+    assert ssh_sources(ec2, "moved") == ["9.9.9.9/32"]
 
 
 def test_teardown_lists_what_is_left(provision: Icom, icom: Icom, ec2: Any, left: Left) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,18 @@ try:
 except ssh.IcomError as error:
     print(error)
 """
+STALL = """
+ssh.STALL_SECONDS = 1
+try:
+    ssh.step(connection, node, "echo $$ > shell; sleep 50", seconds=1)
+except ssh.IcomError as error:
+    print(error)
+print("sending", flush=True)
+try:
+    ssh.send(connection, node, "big", bytes(1 << 30), lambda: print("piece", flush=True))
+except ssh.IcomError as error:
+    print(error)
+"""
 
 
 def test_login_that_is_refused_while_the_node_boots() -> None:
@@ -69,6 +82,16 @@ def test_login_that_is_refused_while_the_node_boots() -> None:
             out, _ = late.communicate(timeout=30)
         assert out.replace("try\n", "").startswith("in\n"), out
         assert out.endswith("asked to stop\n"), "Ctrl-C does not wait for the end of a step"
+
+        words[2] += STALL
+        with hosts[0].start([*words, "30"], folder=ROOT) as stalled:
+            assert stalled.stdout
+            before = list(iter(stalled.stdout.readline, "piece\n"))
+            for pid in hosts[1].processes("sftp"):
+                os.kill(pid, signal.SIGSTOP)
+            out, _ = stalled.communicate(timeout=30)
+        assert "no end after 1 s of: echo $$ > shell; sleep 50" in "".join(before), before
+        assert "big could not be written there" in out
 
 
 @pytest.mark.parametrize(("status", "code", "shown"), [(0, 0, ""), (1, 1, "broken module\n"), (2, 0, "")])

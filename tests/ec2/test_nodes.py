@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -12,12 +14,24 @@ from tests.cluster.hosts import HostKey
 from tests.conftest import ROOT
 from tests.ec2.box import Box, put_host_key, run_sshd
 
+LATE_RELOAD = '(sleep 1; kill -HUP "$(cat /run/sshd.pid)") > /dev/null 2>&1 < /dev/null &'
+"""A systemctl that has told sshd to reload when it returns, and sshd takes its time."""
+
 
 def test_three_nodes_that_mpirun_can_use(box: Box, tmp_path: Path) -> None:
     box.install_in_base_image()
+    box.put_command_in_base_image("systemctl", LATE_RELOAD)
     with box.start_provision("box", "--count", "3", "--no_bake") as process:
         out, _ = process.communicate(timeout=120)
     assert process.returncode == 0, out
+    for told in (
+        "master: booting: done in ",
+        "worker-2: making a host key of its own: done in ",
+        "all nodes: health: ",
+    ):
+        assert re.search(rf"^ +\d+ s  {told}", out, re.MULTILINE), "who does what, since when"
+    asked = [line.split()[:2] for line in out.splitlines()[-3:]]
+    assert asked == [["icom", "train"], ["icom", "ssh"], ["icom", "teardown"]], "what to type next"
     master, first, second = box.nodes
     assert master.path(master.home / "hosts").read_text() == "localhost\nnode1\nnode2\n"
 
@@ -41,6 +55,10 @@ def test_three_nodes_that_mpirun_can_use(box: Box, tmp_path: Path) -> None:
     assert sorted(mpirun.stdout.split()) == sorted(host.name for host in (master, first, second)), mpirun
     by_config = box.laptop.run(["ssh", "-F", folder / "ssh_config", "icom-box-worker-2", "hostname"])
     assert by_config.stdout.strip() == second.name, by_config
+
+    words = [sys.executable, "-m", "icom", "ssh", "--cluster", "box", "worker-1"]
+    at_home = box.laptop.run(["sh", "-c", f"echo hostname | {shlex.join(words)}"], box.environment, ROOT)
+    assert at_home.stdout.split()[-1] == first.name, at_home
 
     ran = box.icom("run", "--cluster", "box", "--node", "worker-1", "--", "echo it; echo that >&2; exit 7")
     assert (ran.returncode, ran.stdout, ran.stderr) == (7, "it\n", "that\n")
@@ -76,7 +94,7 @@ def test_three_nodes_that_mpirun_can_use(box: Box, tmp_path: Path) -> None:
 def test_node_that_cannot_be_reached_takes_everything_with_it(box: Box) -> None:
     """Nobody boots the second instance. The message names it; nothing is left of either."""
     box.do_not_boot(1)
-    with box.start_provision("mute", "--count", "2", "--no_bake", "--wait_minutes", "0.1") as process:
+    with box.start_provision("mute", "--count", "2", "--no_bake", "--wait_minutes", "0.05") as process:
         out, _ = process.communicate(timeout=120)
     assert process.returncode == 1
     assert "worker-1 (i-" in out
@@ -98,7 +116,7 @@ def test_node_that_cannot_be_reached_takes_everything_with_it(box: Box) -> None:
 
 
 def test_fault_at_every_ssh_step(box: Box) -> None:
-    """A step that fails, a connection that breaks, Ctrl-C: the next call completes the set-up."""
+    """A step that fails, a connection that breaks after one: the next call completes the set-up."""
     box.install_in_base_image()
     with box.start_provision("steps", "--count", "2", "--no_bake") as process:
         out, _ = process.communicate(timeout=120)

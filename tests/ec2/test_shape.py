@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,13 +87,15 @@ def test_nodes_of_a_cluster_are_alike(provision: Icom, profile: str, ec2: Any, t
         "--spot": [],
         "--placement_group": [],
         "--instance_profile": [profile],
-        "--key_name": ["special", "--key_file", str(key)],
+        "--key_name": ["special", "--key_file", os.path.relpath(key)],
         "--private_ip": ["--ssh_from", "10.0.0.0/8"],
     }
     whole = [word for name, values in shape.items() for word in (name, *values)]
     assert provision("--cluster", "special", *whole).code == 0
     same = provision("--cluster", "special", *whole)
     assert "Nothing to do" in same.out, same
+    (config,) = (tmp_path / "clusters").rglob("ssh_config")
+    assert f"IdentityFile {key}\n" in config.read_text().replace('"', ""), "it is read from other folders too"
     for name in shape:
         others = [word for other, values in shape.items() if other != name for word in (other, *values)]
         refused = provision("--cluster", "special", "--count", "2", *others)

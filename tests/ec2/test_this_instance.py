@@ -343,6 +343,17 @@ def test_icom_that_is_elsewhere_is_refused(
     assert wire.calls == []
 
 
+def test_key_with_a_passphrase_is_refused(make: Icom, wire: Wire, tmp_path: Path) -> None:
+    """The workers would let it in, and mpirun could not use it."""
+    key = tmp_path / "home/.ssh/id_ed25519"
+    key.parent.mkdir(exist_ok=True)
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "secret", "-f", key], check=True)
+    refused = make("--count", "2")
+    assert refused.code == 2
+    assert f"{key} cannot be used without a passphrase" in refused.err
+    assert wire.calls == []
+
+
 def test_here_is_like_a_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,10 +23,14 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from icom.errors import UsageError
 from icom.images import BUNDLED_CONCEPTS
 from icom.models import BUNDLE
 from provisioning.cluster import Node, role_names
+from provisioning.config import WhereConfig
 from provisioning.hostkeys import Folder
+from provisioning.train_on import Run, look
+from provisioning.transfer import Way
 from tests.cluster.hosts import HOME, Cluster, Host, cluster, missing
 from tests.cluster.mpi import ranks
 from tests.cluster.namespaces import Command
@@ -342,3 +347,19 @@ def test_latest_of_a_cluster_that_is_gone_is_not_nothing(box: Box, shared: Path,
     code, said = box.train(train_data_dir=photos, output_dir=output, resume_from_checkpoint="latest")
     assert code == 2
     assert f"--resume_from_checkpoint {output / 'checkpoint-N'}" in said
+
+
+def test_nodes_with_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The question is asked in bash here, where the driver's device is a file."""
+
+    class Bash(Way):
+        def ask(self, what: str, script: str, *arguments: str) -> str:
+            words = ["bash", "-c", script.replace("/dev/nvidiactl", str(device)), "icom", *arguments]
+            return subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+
+    monkeypatch.setenv("HOME", "/home/somebody")
+    device, run = tmp_path / "nvidiactl", Run(WhereConfig(cluster="box", region=REGION), "1", tmp_path / "out")
+    assert look(Bash(tmp_path, "x"), run, None) == "/home/somebody"
+    device.touch()
+    with pytest.raises(UsageError, match=f"box have GPUs.* icom push --cluster box --region {REGION}"):
+        look(Bash(tmp_path, "x"), run, None)

@@ -1,9 +1,9 @@
 """The life of a cluster by the command line alone, on AWS itself: it costs money. What was made is always removed.
 
 `python -m tests.ec2.real_life [--cluster NAME] [--region R] [--profile P] [--yes] [options of icom provision]`: says
-what it costs and asks; then icom provision --count 3 --max_hours 1, status, run, mpirun, train --on, and, whatever failed and
-whichever signal came, teardown. Exit code 0: all of it worked, and nothing is left. 1: it says what did not work, or
-what may be left.
+what it costs and asks; then icom provision --count 3 --max_hours 1, status, run, mpirun, train --on, and, whatever
+failed and whichever signal came, teardown. Exit code 0: all of it worked, and nothing is left. 1: it says what did not
+work, or what may be left.
 """
 
 from __future__ import annotations

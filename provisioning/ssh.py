@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import shlex
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,12 +21,12 @@ CONNECT_SECONDS = 10
 LOGIN_SECONDS = 90
 """How long a node may refuse a login: sshd runs before cloud-init has put the key there, and pam_nologin holds it."""
 STEP_SECONDS = 300
+SEND_SECONDS = 1800
+"""For a file: icom's own are 20 MB, and some lines are slow."""
 FIRST_LOOK_SECONDS, LOOK_SECONDS = 0.005, 0.2
 CLOCK, PAUSE = time.monotonic, time.sleep
 PIECE = 1 << 18
 """Bytes that are sent between two looks at whether to stop."""
-STALL_SECONDS = 60
-"""How long a node may take nothing of a file that is sent."""
 KEEPALIVE_SECONDS = 15
 TAIL_LINES = 12
 
@@ -204,26 +205,37 @@ class _Lines(io.TextIOBase):
         return len(text)
 
 
-def send(connection: Any, node: Node, path: str, content: bytes, check: Callable[[], None] = lambda: None) -> None:
+def send(
+    connection: Any,
+    node: Node,
+    path: str,
+    content: bytes,
+    check: Callable[[], None] = lambda: None,
+    seconds: float = SEND_SECONDS,
+) -> None:
     """Write a file of any size on a node by sftp, for its owner alone. `path` is relative to the home folder.
 
     Raises:
-        IcomError: the node has no room for it, took nothing for STALL_SECONDS, or the connection broke.
+        IcomError: the node has no room for it, it took too long, or the connection broke.
     """
     import paramiko
 
     check()
+    began = CLOCK()
+    over = threading.Timer(seconds, connection.transport.close)  # paramiko waits for ever for a node that takes nothing
+    over.start()
     try:
-        sftp = connection.sftp()
-        sftp.get_channel().settimeout(STALL_SECONDS)
-        with sftp.open(path, "wb") as file:
+        with connection.sftp().open(path, "wb") as file:
             file.chmod(0o600)
             file.set_pipelined(True)  # else each piece waits for an answer
             for start in range(0, len(content), PIECE):
                 check()
                 file.write(content[start : start + PIECE])
     except (OSError, EOFError, paramiko.SSHException) as error:
-        raise IcomError(f"{node.role} ({node.id}): {path} could not be written there: {error}") from error
+        late = f" in {seconds:g} s" if CLOCK() - began >= seconds else ""
+        raise IcomError(f"{node.role} ({node.id}): {path} could not be written there{late}: {error}") from error
+    finally:
+        over.cancel()
 
 
 def write_file(connection: Any, node: Node, path: str, text: str, check: Callable[[], None]) -> None:

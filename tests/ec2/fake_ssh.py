@@ -75,6 +75,7 @@ class FakeConnection:
 
     def __init__(self, steps: Steps, node: Node) -> None:
         self._steps, self._node = steps, node
+        self.transport = SimpleNamespace(close=lambda: None)
 
     def __enter__(self) -> FakeConnection:
         return self
@@ -110,7 +111,7 @@ class FakeConnection:
             sink = io.BytesIO()
             yield SimpleNamespace(chmod=lambda mode: None, set_pipelined=lambda on: None, write=sink.write)
 
-        return SimpleNamespace(open=opened, get_channel=lambda: SimpleNamespace(settimeout=lambda seconds: None))
+        return SimpleNamespace(open=opened)
 
 
 def connector(steps: Steps) -> Callable[..., FakeConnection]:

@@ -48,14 +48,13 @@ except ssh.IcomError as error:
     print(error)
 """
 STALL = """
-ssh.STALL_SECONDS = 1
 try:
     ssh.step(connection, node, "echo $$ > shell; sleep 50", seconds=1)
 except ssh.IcomError as error:
     print(error)
 print("sending", flush=True)
 try:
-    ssh.send(connection, node, "big", bytes(1 << 30), lambda: print("piece", flush=True))
+    ssh.send(connection, node, "big", bytes(1 << 30), lambda: print("piece", flush=True), seconds=2)
 except ssh.IcomError as error:
     print(error)
 """
@@ -83,15 +82,20 @@ def test_login_that_is_refused_while_the_node_boots() -> None:
         assert out.replace("try\n", "").startswith("in\n"), out
         assert out.endswith("asked to stop\n"), "Ctrl-C does not wait for the end of a step"
 
+        with hosts[1].path("/run/ssh/config").open("a") as settings:
+            settings.write("Subsystem sftp internal-sftp\n")
+        hosts[1].kill_sshd()
+        hosts[1].start_sshd()
         words[2] += STALL
         with hosts[0].start([*words, "30"], folder=ROOT) as stalled:
             assert stalled.stdout
             before = list(iter(stalled.stdout.readline, "piece\n"))
-            for pid in hosts[1].processes("sftp"):
-                os.kill(pid, signal.SIGSTOP)
+            assert stalled.stdout.readline() == "piece\n"  # the first is before sftp begins
+            for session in hosts[1].processes("^sshd: root"):
+                os.kill(session, signal.SIGSTOP)
             out, _ = stalled.communicate(timeout=30)
         assert "no end after 1 s of: echo $$ > shell; sleep 50" in "".join(before), before
-        assert "big could not be written there" in out
+        assert "big could not be written there in 2 s" in out, out[-2000:]
 
 
 @pytest.mark.parametrize(("status", "code", "shown"), [(0, 0, ""), (1, 1, "broken module\n"), (2, 0, "")])

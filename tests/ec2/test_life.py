@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 import provisioning
+from provisioning import launches
 from tests.conftest import ROOT, start_process
 from tests.ec2.wire import Icom, Wire
 
@@ -320,6 +321,24 @@ def test_what_is_not_visible_yet_is_waited_for(operation: str, provision: Icom, 
     wire.only, wire.fault, wire.times = f"ec2:{operation}", "code:InvalidGroup.NotFound", 3
     wire.skip = 1 if operation == "RunInstances" else 0  # the rehearsal names no group
     assert provision("--cluster", f"late-{operation.lower()[:9]}").code == 0
+
+
+def test_instance_that_is_not_known_yet_is_ended_all_the_same(
+    provision: Icom, icom: Icom, wire: Wire, left: Left
+) -> None:
+    assert provision("--cluster", "new").code == 0
+    wire.only, wire.fault, wire.times = "ec2:TerminateInstances", "code:InvalidInstanceID.NotFound", 3
+    assert icom("teardown", "--yes", "--cluster", "new").code == 0
+    assert left("new") == []
+
+
+def test_nodes_whose_tags_show_after_half_a_minute_are_waited_for(
+    provision: Icom, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looks come every two seconds."""
+    looks, find = iter([True] * 15), launches.find_nodes
+    monkeypatch.setattr(launches, "find_nodes", lambda aws, mine: [] if next(looks, False) else find(aws, mine))
+    assert provision("--cluster", "shy", "--count", "2").code == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])

@@ -328,7 +328,7 @@ def test_instance_that_is_not_known_yet_is_ended_all_the_same(
 ) -> None:
     assert provision("--cluster", "new").code == 0
     wire.only, wire.fault, wire.times = "ec2:TerminateInstances", "code:InvalidInstanceID.NotFound", 3
-    assert icom("teardown", "--yes", "--cluster", "new").code == 0
+    assert icom("teardown", "--yes", "--cluster", "new", "--wait_minutes", "0.1").code == 0
     assert left("new") == []
 
 

@@ -31,8 +31,8 @@ from werkzeug.serving import WSGIRequestHandler, make_server
 
 VCPU_QUOTA = 5000
 ADDRESS = "9.9.9.9"  # a public one, as the real service answers; nobody connects to it
-READY: Callable[[Any], bool] = lambda instance: True  # noqa: E731
-"""Whether an instance may run, and an image be available, that is pending."""
+READY: Callable[[Any], bool] = lambda made: not str(getattr(made, "key_name", "")).startswith("icom-pending-")  # noqa: E731
+"""Whether an instance may run, and an image be available, that is pending. Nodes of a cluster pending-… never do."""
 CODES = {"pending": 0, "running": 16, "shutting-down": 32, "terminated": 48, "stopping": 64, "stopped": 80}
 
 

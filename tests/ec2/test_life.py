@@ -351,7 +351,7 @@ def test_signal_to_a_real_process(number: signal.Signals, moto: str, wire: Wire,
         "--address_url",
         f"{moto}/address",
         "--cluster",
-        f"stopped-{number.name.lower()}",
+        f"pending-{number.name.lower()}",
         "--count",
         "2",
     )
@@ -369,7 +369,7 @@ def test_signal_to_a_real_process(number: signal.Signals, moto: str, wire: Wire,
             assert "removing what this call made" in err
     code = process.wait(timeout=60)
     assert number == signal.SIGHUP or code == 130
-    assert left(f"stopped-{number.name.lower()}") == []
+    assert left(f"pending-{number.name.lower()}") == []
 
 
 def test_calls_no_action_outside_the_policy(provision: Icom, icom: Icom, wire: Wire) -> None:

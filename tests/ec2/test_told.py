@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import provisioning.ec2
 from icom.errors import IcomError
+from provisioning import launches
+from provisioning.aws import Aws
 from tests.ec2.test_life import Nodes, output_of
 from tests.ec2.wire import Icom, Wire
 
 
 @pytest.fixture
 def nodes_die(ec2: Any, nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """The instances of a cluster stop as soon as they are listed."""
+    """The instances of a cluster stop while they are waited for."""
 
     def die(cluster: str) -> None:
-        until = provisioning.ec2.until
+        wait_for = launches.wait_for
 
-        def then_stopped(done: Callable[[], bool]) -> bool:
-            listed = until(done)
+        def in_vain(aws: Aws, wanted: str, ids: Collection[str], minutes: float) -> None:
             ec2.stop_instances(InstanceIds=[node["InstanceId"] for node in nodes(cluster)])
-            return listed
+            wait_for(aws, wanted, ids, minutes)
 
-        monkeypatch.setattr("provisioning.launches.until", then_stopped)
+        monkeypatch.setattr(launches, "wait_for", in_vain)
 
     return die
 

@@ -61,18 +61,14 @@ class StopRequest:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._restore()
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.signal_number = number
-        self._restore()
-        for hangup in self.also:
-            signal.signal(hangup, signal.SIG_IGN)
-        name = signal.Signals(number).name
-        with suppress(OSError, ValueError):  # the terminal may be gone
-            print(f"\nicom: {name}: {self.doing} (again: stop at once).", file=sys.stderr)
-
-    def _restore(self) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.signal_number = number
+        for other, handler in self._before.items():
+            signal.signal(other, signal.SIG_IGN if other in self.also else handler)
+        name = signal.Signals(number).name
+        with suppress(OSError, ValueError):  # the terminal may be gone
+            print(f"\nicom: {name}: {self.doing} (again: stop at once).", file=sys.stderr)

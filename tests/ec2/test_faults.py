@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -52,6 +53,7 @@ def test_fault_at_every_call_leaves_nothing(
     left: Callable[[str], list[str]],
 ) -> None:
     outcomes: Counter[str] = Counter()
+    hangup = signal.getsignal(signal.SIGHUP)
     for i, call in enumerate(calls):
         empty()
         cluster = f"c{i}-{fault.replace(' ', '-')}"
@@ -68,6 +70,7 @@ def test_fault_at_every_call_leaves_nothing(
             outcomes["failed, nothing left"] += 1
             assert fault == "ctrl-c" or "icom: " in result.err, where
             assert left(cluster) == [], where
+    assert signal.getsignal(signal.SIGHUP) == hangup, "it is ignored while things are removed, and no longer"
     print(f"\n{len(calls)} calls, {fault} at each: {dict(outcomes)}")
 
 

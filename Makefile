@@ -67,11 +67,11 @@ test: ## Run all tests; root on Debian or Ubuntu gets with apt-get what tests/cl
 .PHONY: test-ipex
 test-ipex: ## Run the tests of backends and engine with the real IPEX, in .venv-ipex (8 GB, which it builds)
 	@ENV_MANAGER=venv VENV=.venv-ipex EXTRAS=ipex ICOM_ALLOW_CUDA_TORCH=1 $(SETUP) run --extra dev -- \
-		python -m pytest tests/test_backends.py tests/test_engine.py
+		python -m pytest tests/icom/backends/test_backends.py tests/icom/engine/test_engine.py
 
 .PHONY: test-aws
 test-aws: ## Provision, train on and tear down a real cluster on AWS: says what it costs (some dollars), and asks
-	$(RUN) --extra dev -- python -m tests.ec2.real_life $(AWS_OPTIONS)
+	$(RUN) --extra dev -- python -m tests.support.real_life $(AWS_OPTIONS)
 
 .PHONY: lint
 lint: ## Check style and types

@@ -1,1 +1,0 @@
-"""Hosts on one machine, and what icom does on them."""

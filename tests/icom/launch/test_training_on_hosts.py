@@ -1,0 +1,99 @@
+"""One run on several hosts gives what it gives on one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.hosts import HOME, Cluster, Host, cluster
+from tests.support.mpi import MPICH, OUTPUT, Run, finish, launch, metrics, ranks, start, write_hosts_file
+from tests.support.namespaces import Command
+
+GLOBAL_BATCH = 6
+VARIANTS = 10  # of the bundled pictures: five, and each mirrored
+# The order in which float32 gradients are summed differs; losses and rows are of the order of 1 and 0.01.
+RTOL, ATOL = 1e-4, 1e-6
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all hosts see, such as on NFS."""
+    return tmp_path_factory.mktemp("shared")
+
+
+@pytest.fixture(scope="module")
+def hosts(shared: Path, hosts_possible: None) -> Iterator[Cluster]:
+    with cluster(3, show=[shared]) as made:
+        yield made
+
+
+@dataclass(frozen=True)
+class Learned:
+    """A run's result."""
+
+    run: Run
+    losses: torch.Tensor
+    rows: torch.Tensor
+
+
+def end_of(command: Command, first: Host) -> Learned:
+    """Wait for a run to learn."""
+    run = finish(command)
+    assert run.code == 0, run.said
+    rows = load_file(first.path(OUTPUT) / "learned_embeds.safetensors")["<concept>"]
+    return Learned(run, torch.tensor([step["loss"] for step in metrics(first)]), rows)
+
+
+def same(one: Learned, other: Learned) -> None:
+    torch.testing.assert_close(one.losses, other.losses, rtol=RTOL, atol=ATOL)
+    torch.testing.assert_close(one.rows, other.rows, rtol=RTOL, atol=ATOL)
+
+
+def computed(run: Run) -> int:
+    """How many latents rank 0 computed, by its progress bars, each of which begins once."""
+    return sum(int(count) for count in re.findall(r"latents: +0%[^\r\n]* 0/(\d+) \[", run.said))
+
+
+@pytest.fixture(scope="module")
+def on_three(hosts: Cluster) -> Learned:
+    return end_of(start(hosts, train_batch_size=GLOBAL_BATCH // 3), hosts[0])
+
+
+def test_seeds_command_trains_on_three_hosts(hosts: Cluster, on_three: Learned) -> None:
+    assert f"total batch {GLOBAL_BATCH} (2 x 3 processes" in on_three.run.said
+    assert on_three.run.told() == []
+    assert on_three.losses.shape == (6,) and on_three.rows.shape[0] == 1
+    # Rank 0 alone writes; the others have disks of their own.
+    assert [host.path(OUTPUT).exists() for host in hosts] == [True, False, False]
+    assert not any(ranks(host) for host in hosts)
+
+
+def test_each_host_keeps_the_latents_on_its_own_disk(hosts: Cluster, on_three: Learned) -> None:
+    kept = [list(host.path(HOME / ".cache/icom").rglob("*.safetensors")) for host in hosts]
+    assert [len(entries) for entries in kept] == [VARIANTS] * 3
+    assert computed(on_three.run) == VARIANTS
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_as_on_fewer_hosts(count: int, hosts: Cluster, on_three: Learned) -> None:
+    same(on_three, end_of(start(hosts[:count], train_batch_size=GLOBAL_BATCH // count), hosts[0]))
+
+
+def test_mpich_and_a_shared_disk(hosts: Cluster, on_three: Learned, shared: Path) -> None:
+    learned = end_of(start(hosts, MPICH, train_batch_size=GLOBAL_BATCH // 3, cache_dir=shared), hosts[0])
+    same(on_three, learned)
+    assert len(list(shared.rglob("*.safetensors"))) == VARIANTS
+    # The first of three computes its third; the others' are there when it needs them.
+    assert computed(learned.run) <= 4
+
+
+@pytest.mark.parametrize("mpi", ["intel", "openmpi"])
+def test_icom_launch(mpi: str, hosts: Cluster, on_three: Learned) -> None:
+    write_hosts_file(hosts)
+    same(on_three, end_of(launch(hosts, mpi, train_batch_size=GLOBAL_BATCH // 3), hosts[0]))

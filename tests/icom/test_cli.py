@@ -1,0 +1,369 @@
+"""The command line: its surface, its files, its speed."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import yaml
+
+from icom.architectures import ARCHITECTURES, ArchitectureName
+from icom.cli import COMMANDS, given_options, parse
+from icom.config import BUNDLED_DEFAULTS, TrainConfig, load_train_config, to_yaml
+from tests.support.command import ROOT, Result, start_process, train_arguments
+
+Icom = Callable[..., Result]
+
+DIFFUSERS = """
+save_steps save_as_full_pipeline num_vectors pretrained_model_name_or_path revision variant tokenizer_name
+train_data_dir placeholder_token initializer_token learnable_property repeats output_dir seed resolution center_crop
+train_batch_size num_train_epochs max_train_steps gradient_accumulation_steps gradient_checkpointing learning_rate
+scale_lr lr_scheduler lr_warmup_steps lr_num_cycles dataloader_num_workers adam_beta1 adam_beta2 adam_weight_decay
+adam_epsilon push_to_hub hub_token hub_model_id logging_dir mixed_precision allow_tf32 report_to validation_prompt
+num_validation_images validation_steps validation_epochs local_rank checkpointing_steps checkpoints_total_limit
+resume_from_checkpoint enable_xformers_memory_efficient_attention no_safe_serialization
+""".split()
+"""The options of diffusers' textual_inversion.py."""
+
+DIFFUSERS_DEFAULTS = {
+    "save_steps": 500,
+    "num_vectors": 1,
+    "learnable_property": "object",
+    "repeats": 100,
+    "output_dir": "text-inversion-model",
+    "resolution": 512,
+    "train_batch_size": 16,
+    "num_train_epochs": 100,
+    "max_train_steps": 5000,
+    "gradient_accumulation_steps": 1,
+    "learning_rate": 1e-4,
+    "lr_scheduler": "constant",
+    "lr_warmup_steps": 500,
+    "lr_num_cycles": 1,
+    "dataloader_num_workers": 0,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.999,
+    "adam_weight_decay": 1e-2,
+    "adam_epsilon": 1e-8,
+    "logging_dir": "logs",
+    "num_validation_images": 4,
+    "validation_steps": 100,
+    "local_rank": -1,
+    "checkpointing_steps": 500,
+    "seed": None,
+    "revision": None,
+    "checkpoints_total_limit": None,
+}
+
+SURFACE = {
+    "train": {
+        *DIFFUSERS,
+        *(
+            "backend",
+            "engine",
+            "collectives",
+            "compile",
+            "cache_dir",
+            "num_comparison_images",
+            "config",
+            "print_config",
+            "on",
+        ),
+    },
+    "generate": {
+        *("embedding", "prompt", "prompts_file", "negative_prompt", "pretrained_model_name_or_path"),
+        *("tokenizer_name", "revision", "variant", "seed", "num_images_per_prompt", "scheduler"),
+        *(
+            "num_inference_steps",
+            "engine",
+            "guidance_scale",
+            "resolution",
+            "mixed_precision",
+            "backend",
+            "output_dir",
+            "grid",
+        ),
+    },
+    "demo": {"concept", "max_train_steps", "num_images", "backend", "seed", "output_dir"},
+    "params": {"model", "json"},
+    "bench": {
+        *("arch", "compare", "resolution", "batch_size", "mixed_precision", "backend", "engine", "steps", "rounds"),
+        *("sweep", "sweep_batch_sizes", "ranks", "json"),
+    },
+    "doctor": {"output_dir", "cache_dir", "json"},
+    "launch mpirun": {"training_options", "hosts", "n", "ppn", "accelerate_config", "mpi", "dry_run"},
+    "launch env": {"hosts", "mpi"},
+    "provision": {
+        *("cluster", "region", "profile", "count", "instance_type", "ami", "bake", "ssh_user", "subnet", "volume_gb"),
+        *("spot", "placement_group", "capacity_reservation", "efa", "key_name", "key_file", "instance_profile"),
+        *("ssh_from", "ssh_from_anywhere", "address_url", "private_ip", "max_hours", "setup", "wait_minutes"),
+        *("keep_on_failure", "dry_run", "yes", "ssh_include", "config", "from_this_instance"),
+    },
+    "bake": {
+        *("cluster", "region", "profile", "instance_type", "ami", "ssh_user", "subnet", "key_name", "key_file"),
+        *("ssh_from", "ssh_from_anywhere", "address_url", "private_ip", "wait_minutes", "keep_on_failure"),
+        *("dry_run", "yes"),
+    },
+    "status": {"cluster", "region", "profile"},
+    "ssh": {"cluster", "region", "profile", "node"},
+    "run": {"cluster", "region", "profile", "node", "command"},
+    "push": {"cluster", "region", "profile", "node", "source", "target"},
+    "pull": {"cluster", "region", "profile", "node", "source", "target"},
+    "start": {"cluster", "region", "profile", "wait_minutes"},
+    "stop": {"cluster", "region", "profile", "wait_minutes"},
+    "teardown": {"cluster", "region", "profile", "wait_minutes", "all_images", "yes"},
+}
+"""People's scripts rely on these: adding one means adding it here, removing one is a breaking change."""
+
+POSITIONAL = {
+    "params": {"model"},
+    "launch mpirun": {"training_options"},
+    "ssh": {"node"},
+    "run": {"command"},
+    "push": {"source", "target"},
+    "pull": {"source", "target"},
+}
+"""Those that are given without their names."""
+
+
+def test_surface_is_frozen() -> None:
+    surface = {name: {f.name for f in dataclasses.fields(options)} for name, (options, _) in COMMANDS.items()}
+    assert surface == SURFACE
+
+
+def test_diffusers_48_options_with_its_defaults() -> None:
+    assert len(DIFFUSERS) == 48
+    assert set(DIFFUSERS) <= {f.name for f in dataclasses.fields(TrainConfig)}
+    config = TrainConfig(train_data_dir="x", placeholder_token="<x>", initializer_token="x")
+    assert {name: getattr(config, name) for name in DIFFUSERS_DEFAULTS} == DIFFUSERS_DEFAULTS
+
+
+def test_help_is_fast_and_loads_no_torch() -> None:
+    """The best of three, against an interpreter that does nothing: the machine may be busy."""
+    code = "import sys; sys.argv[0] = 'icom'; from icom.cli import main; main(['--help'])"
+    loaded = f"import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); {code}"
+    done = subprocess.run([sys.executable, "-c", loaded], cwd=ROOT, capture_output=True, check=False, text=True)
+    assert done.stdout.splitlines()[-1] == "False"
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True)
+        seconds.append(time.perf_counter() - began)
+    assert min(seconds) <= 0.5
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_explains_every_option(command: str, icom: Icom) -> None:
+    result = icom(*command.split(), "--help")
+    assert result.code == 0
+    for option in SURFACE[command] - POSITIONAL.get(command, set()):
+        assert f"--{option}" in result.out
+
+
+def test_reader_that_leaves_gets_no_traceback() -> None:
+    """As in `icom train --help | head -1`."""
+    process = start_process("train", "--help")
+    assert process.stdout
+    assert process.stderr
+    process.stdout.close()
+    assert process.wait(timeout=30) == 141
+    with process.stderr:
+        assert process.stderr.read() == ""
+
+
+def test_version(icom: Icom) -> None:
+    assert icom("--version").out.startswith("icom 0.")
+
+
+def test_both_spellings_and_precedence(tmp_path: Path) -> None:
+    """Defaults < file < flags, also when a flag repeats the default; interpolation sees the flags."""
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "train_data_dir: photos\nplaceholder_token: <x>\ninitializer_token: toy\nnum_vectors: 3\n"
+        "seed: 1\noutput_dir: runs/${seed}\nscale_lr: true\nlearning_rate: 1e-3\n"
+    )
+
+    def effective(*flags: str) -> TrainConfig:
+        arguments = ["train", "--config", str(file), *flags]
+        parsed = parse(arguments)
+        return load_train_config(parsed.config, parsed, given_options(arguments))
+
+    assert effective().output_dir == "runs/1"
+    assert effective("--seed", "5").output_dir == "runs/5"
+    assert effective("--num-vectors=1").num_vectors == 1
+    assert effective("--no_scale_lr").scale_lr is False
+    assert effective().learning_rate == 1e-3
+    assert effective("--learning-rate", "0.0001").learning_rate == 1e-4
+    assert effective().save_steps == 500
+
+
+def test_bundled_model_has_its_own_defaults(tmp_path: Path) -> None:
+    """They lie below the file and the flags, and no other model gets them."""
+    file = tmp_path / "run.yaml"
+    file.write_text("train_data_dir: x\nplaceholder_token: <x>\ninitializer_token: toy\nlearning_rate: 3e-4\n")
+
+    def effective(*flags: str) -> dict[str, object]:
+        arguments = ["train", "--config", str(file), *flags]
+        parsed = parse(arguments)
+        return dataclasses.asdict(load_train_config(parsed.config, parsed, given_options(arguments)))
+
+    ours = effective("--resolution", "512")
+    expected = BUNDLED_DEFAULTS | {"learning_rate": 3e-4, "resolution": 512}
+    assert {name: ours[name] for name in BUNDLED_DEFAULTS} == expected
+    theirs = effective("--pretrained_model_name_or_path", "some/model")
+    expected = {name: DIFFUSERS_DEFAULTS[name] for name in BUNDLED_DEFAULTS} | {"learning_rate": 3e-4}
+    assert {name: theirs[name] for name in BUNDLED_DEFAULTS} == expected
+
+
+def test_print_config_runs_again_as_it_is(tmp_path: Path, icom: Icom) -> None:
+    printed = icom(*train_arguments(validation_prompt="${a} <robot>", hub_token="secret"), "--print_config")
+    assert printed.code == 0
+    assert "secret" not in printed.out
+    (tmp_path / "run.yaml").write_text(printed.out)
+    again = icom("train", "--config", str(tmp_path / "run.yaml"), "--print_config")
+    assert again.out == printed.out
+    assert yaml.safe_load(again.out)["seed"] == 7
+
+
+def test_on_is_an_option_in_a_file_and_no_part_of_the_run(tmp_path: Path) -> None:
+    """YAML takes the bare word for true."""
+    file = tmp_path / "run.yaml"
+    file.write_text("on: box\ntrain_data_dir: x\nplaceholder_token: <x>\ninitializer_token: toy\n")
+    parsed = parse(["train", "--config", str(file)])
+    config = load_train_config(parsed.config, parsed, ["config"])
+    assert config.on == "box"
+    assert "box" not in to_yaml(config)
+
+
+def test_required_marks_in_a_file(tmp_path: Path, icom: Icom) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("train_data_dir: ???\nplaceholder_token: <x>\ninitializer_token: toy\n")
+    missing = icom("train", "--config", str(file))
+    assert missing.code == 2
+    assert "train_data_dir" in missing.err
+    given = icom("train", "--config", str(file), "--train_data_dir", "x", "--print_config")
+    assert yaml.safe_load(given.out)["train_data_dir"] == "x"
+
+
+def test_yaml_round_trip_keeps_every_value() -> None:
+    config = TrainConfig(
+        train_data_dir="a b",
+        placeholder_token="<x>",
+        initializer_token="no",
+        seed=2**62,
+        learning_rate=1e-7,
+        adam_weight_decay=0.0,
+        max_train_steps=None,
+        validation_prompt="a: {b} # ${c} 'd' \"e\" \u00e9",
+    )
+    values = yaml.safe_load(to_yaml(config))
+    assert values["learning_rate"] == 1e-7
+    assert values["seed"] == 2**62
+    assert values["initializer_token"] == "no"
+
+
+def test_every_shipped_yaml_parses() -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    files = sorted(ROOT.glob("*.yml")) + sorted(ROOT.glob("*/*.yaml"))
+    assert any(file.name == "single_cpu.yaml" for file in files)
+    for file in files:
+        content = yaml.safe_load(file.read_text())
+        assert isinstance(content, dict)
+        if file.parent.name == "accelerate_configs":
+            assert load_config_from_file(str(file)).use_cpu is ("cpu" in file.name)
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+    assert environment["name"] == "diffuser_icom"
+
+
+@pytest.mark.parametrize(
+    ("model", "total", "unet"),
+    [
+        ("sd2-base", "1289.952427 M", "865.910724 M"),
+        ("sd15", "1066.235307 M", "859.520964 M"),
+        ("sd21", "1289.952427 M", "865.910724 M"),
+    ],
+)
+def test_params_prints_the_published_numbers(icom: Icom, model: str, total: str, unet: str) -> None:
+    printed = icom("params", model).out
+    assert total in printed
+    assert unet in printed
+
+
+def test_every_architecture_is_offered() -> None:
+    assert set(get_args(ArchitectureName)) == set(ARCHITECTURES)
+
+
+def test_params_of_a_folder_counts_its_weights(icom: Icom) -> None:
+    """Against the sizes of the safetensors files themselves."""
+    import json
+
+    from safetensors import safe_open
+
+    from icom.models import BUNDLE
+
+    counts = json.loads(icom("params", str(BUNDLE), "--json").out)
+    for part in ("text_encoder", "vae", "unet"):
+        (weights,) = (BUNDLE / part).glob("*.safetensors")
+        with safe_open(weights, "pt") as file:
+            numbers = sum(file.get_tensor(name).numel() for name in sorted(file.keys()) if "position_ids" not in name)
+        assert counts[part] == numbers
+
+
+def test_bench_measures_and_writes_json(tmp_path: Path, icom: Icom) -> None:
+    import json
+
+    file = tmp_path / "bench.json"
+    arguments = "--arch tiny --compare reference --rounds 1 --steps 2 --mixed_precision no --json".split()
+    result = icom("bench", *arguments, str(file))
+    assert result.code == 0
+    measured = json.loads(file.read_text())
+    ours, stock = measured["seconds_per_step"], measured["reference_seconds_per_step"]
+    assert 0 < ours < 10
+    assert measured["ratio_stock"] == pytest.approx(stock / ours)  # one round: the ratio of the medians
+    assert measured["ratio_same_allocator"] > 0
+    assert "icom is faster by" in result.out
+    parts = [measured[f"{part}_seconds"] for part in ("forward", "backward", "other")]
+    assert min(parts) > 0
+    assert sum(parts) == pytest.approx(ours, rel=0.2)  # medians of parts need not add up to the median
+    assert 0 < measured["share_of_peak"] < 1
+    assert 0.1 < measured["peak_memory_gb"] < 10
+    assert measured["bytes_per_step"] == 4 * (128 + 1 + 2)  # gradient, loss, two processes' signals
+
+
+def test_bench_sweep_writes_csv_and_plot(tmp_path: Path, icom: Icom) -> None:
+    import csv
+
+    from PIL import Image
+
+    arguments = "--arch tiny --rounds 1 --steps 1 --mixed_precision no --sweep_batch_sizes 2 --sweep".split()
+    result = icom("bench", *arguments, str(tmp_path / "sweep"))
+    assert result.code == 0, result.err
+    with (tmp_path / "sweep.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["micro_batch"], row["engine"]) for row in rows if row["backend"] == "cpu"] == [
+        *(("2", "off"), ("2", "on")),
+    ]
+    first = float(rows[0]["images_per_second"])
+    for row in rows:
+        assert float(row["images_per_second"]) == pytest.approx(
+            int(row["micro_batch"]) / float(row["seconds_per_step"])
+        )
+        assert float(row["ratio"]) == pytest.approx(float(row["images_per_second"]) / first)
+    with Image.open(tmp_path / "sweep.png") as picture:
+        assert picture.format == "PNG"
+
+
+def test_operations_are_counted_and_not_assumed() -> None:
+    """SD1.5 at 512 px: 803 GFLOP forward and 866 backward in the UNet alone, measured elsewhere with other tools."""
+    from icom.measure import count_flops
+
+    matmul, convolution = count_flops("sd15", 512, 1)
+    assert matmul + convolution == pytest.approx(803 + 866, rel=0.03)
+    assert sum(count_flops("tiny", 64, 3)) == pytest.approx(3 * sum(count_flops("tiny", 64, 1)))

@@ -1,0 +1,119 @@
+"""A run that was interrupted anywhere, and resumed, is the run that was not."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from icom.checkpoint import list_checkpoints
+from tests.support.command import Result, start_process, train_arguments
+
+STEPS = 120
+OPTIONS = {
+    "max_train_steps": STEPS,
+    "checkpointing_steps": 2,
+    "checkpoints_total_limit": 3,
+    "gradient_accumulation_steps": 2,
+    "lr_scheduler": "cosine",
+    "lr_warmup_steps": 10,
+    "num_vectors": 2,
+    "repeats": 3,
+}
+
+
+def rows(folder: Path) -> torch.Tensor:
+    return load_file(folder / "learned_embeds.safetensors")["<robot>"]
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def wait_for_steps(process: subprocess.Popen[str], folder: Path, more_than: int) -> None:
+    """Until metrics.jsonl has more lines, or the process ended."""
+    metrics = folder / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        if metrics.exists() and metrics.read_text().count("\n") > more_than:
+            return
+        time.sleep(0.01)
+
+
+def test_kill_9_at_random_moments(tmp_path: Path, train: Callable[..., Result]) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert train(output_dir=whole, **OPTIONS).code == 0
+    chance = random.Random(5)
+    arguments = train_arguments(output_dir=killed, resume_from_checkpoint="latest", **OPTIONS)
+    kills = 0
+    while kills < 10:
+        done = len(losses(killed)) if (killed / "metrics.jsonl").exists() else 0
+        process = start_process(*arguments)
+        if kills > 1:  # the first two die while they start
+            wait_for_steps(process, killed, done)
+        time.sleep(chance.uniform(0, 0.1) + (1 if kills == 1 else 0))
+        process.kill()
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL, "the run was over before it was killed: raise STEPS"
+        kills += 1
+    # One more than the limit until the step after it has shown the newest to be good.
+    assert 0 < len(list_checkpoints(killed)) <= 4
+    result = train(output_dir=killed, resume_from_checkpoint="latest", **OPTIONS)
+    assert result.code == 0
+    assert "resumed after step" in result.out
+    assert torch.equal(rows(killed), rows(whole))
+    assert losses(killed) == losses(whole)
+    assert not list(killed.glob(".*.tmp"))
+    last = f"checkpoint-{STEPS}/state.safetensors"
+    assert (killed / last).read_bytes() == (whole / last).read_bytes()
+
+
+def test_sigterm_saves_and_exits_143(tmp_path: Path, train: Callable[..., Result]) -> None:
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    options = OPTIONS | {"checkpointing_steps": 1000}
+    assert train(output_dir=whole, **options).code == 0
+    process = start_process(*train_arguments(output_dir=stopped, **options))
+    wait_for_steps(process, stopped, 5)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert "--resume_from_checkpoint latest" in err
+    (checkpoint,) = list_checkpoints(stopped)
+    assert f"saved {checkpoint}" in err
+    assert int(checkpoint.name.removeprefix("checkpoint-")) == len(losses(stopped))
+    assert train(output_dir=stopped, resume_from_checkpoint=str(checkpoint), **options).code == 0
+    assert torch.equal(rows(stopped), rows(whole))
+
+
+def test_resume_from_an_older_checkpoint_and_with_more_steps(tmp_path: Path, train: Callable[..., Result]) -> None:
+    options: dict[str, object] = {"checkpointing_steps": 2, "lr_scheduler": "constant"}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert train(output_dir=whole, max_train_steps=8, **options).code == 0
+    assert train(output_dir=parts, max_train_steps=5, seed=7, **options).code == 0
+    older = {"resume_from_checkpoint": "checkpoint-2", "max_train_steps": 8, "seed": None}
+    assert train(output_dir=parts, **(options | older)).code == 0  # the seed comes from the checkpoint
+    assert torch.equal(rows(parts), rows(whole))
+    assert losses(parts) == losses(whole)
+
+
+def test_starting_anew_never_mixes_with_an_earlier_run(tmp_path: Path, train: Callable[..., Result]) -> None:
+    """A second run without --resume keeps the first one's checkpoints out of the way of `latest`."""
+    assert train(output_dir=tmp_path, max_train_steps=6, checkpointing_steps=2).code == 0
+    result = train(output_dir=tmp_path, max_train_steps=2, checkpointing_steps=1)
+    assert "earlier run" in result.err
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-1", "checkpoint-2"]
+    assert len(list((tmp_path / "earlier").glob("*/checkpoint-*"))) == 3
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_limit_keeps_the_newest(tmp_path: Path, train: Callable[..., Result], limit: int) -> None:
+    train(output_dir=tmp_path, max_train_steps=4, checkpointing_steps=1, checkpoints_total_limit=limit)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-3", "checkpoint-4"][-limit:]

@@ -1,0 +1,428 @@
+"""The set-up as a user meets it: make, real venvs and pip, local wheels, servers on loopback."""
+
+import http.server
+import importlib.util
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.support.command import ROOT
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    from pip._vendor import tomli as tomllib
+
+JPEG = b"\xff\xd8\xff\xe0 a picture"
+TORCH = "9.0"
+
+
+# A build backend of a few lines, because setuptools would have to be downloaded.
+BACKEND = """
+import zipfile
+
+def build_editable(folder, config_settings=None, metadata_directory=None):
+    with zipfile.ZipFile(folder + "/icom-0.1.0-py3-none-any.whl", "w") as wheel:
+        for name, text in FILES.items():
+            wheel.writestr(name, text)
+    return "icom-0.1.0-py3-none-any.whl"
+"""
+
+
+def wheel_files(name: str, version: str, requires: tuple[str, ...] = (), extras: str = "") -> dict[str, str]:
+    """The files of a wheel that holds nothing but its metadata and an empty module."""
+    info = f"{name.replace('-', '_')}-{version}.dist-info"
+    lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}", extras]
+    lines += [f"Requires-Dist: {requirement}" for requirement in requires]
+    tags = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    return {
+        f"{name.replace('-', '_')}_module.py": "",
+        f"{info}/METADATA": "\n".join(line for line in lines if line) + "\n",
+        f"{info}/WHEEL": tags,
+        f"{info}/RECORD": "",
+    }
+
+
+def make_wheel(folder: Path, name: str, version: str, requires: tuple[str, ...] = ()) -> Path:
+    """A wheel that pip installs."""
+    path = folder / f"{name.replace('-', '_')}-{version}-py3-none-any.whl"
+    folder.mkdir(exist_ok=True)
+    with zipfile.ZipFile(path, "w") as wheel:
+        for file, text in wheel_files(name, version, requires).items():
+            wheel.writestr(file, text)
+    return path
+
+
+def closed_port() -> int:
+    """A port of this machine where nothing listens."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+class Clone:
+    """A small stand-in for a clone of icom: our set-up, with dependencies that need no network."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.wheels = folder.parent / "wheels"
+        self.tools = folder.parent / "tools"
+        for place in (folder, folder / "icom", folder / "provisioning", folder / "tests", self.tools):
+            place.mkdir(parents=True, exist_ok=True)
+        for name in ("Makefile", "environment.yml", "icom/setup_env.py"):
+            shutil.copy(ROOT / name, folder / name)
+        (folder / "constraints.txt").write_text(f"torch=={TORCH}\n")
+        files = wheel_files("icom", "0.1.0", ("torch", "gadget; extra == 'dev'"), "Provides-Extra: dev")
+        (folder / "backend.py").write_text(f"FILES = {files!r}\n{BACKEND}")
+        (folder / "pyproject.toml").write_text(
+            '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+            '[project]\nname = "icom"\nversion = "0.1.0"\ndependencies = ["torch"]\n'
+            '[project.optional-dependencies]\ndev = ["gadget"]\n'
+        )
+        make_wheel(self.wheels, "gadget", "1.0")
+        # Nothing of the machine's own: no conda, no pip configuration, and no way out by https, so
+        # that PyTorch's index is out of reach wherever the tests run.
+        self.env = {
+            "PATH": os.pathsep.join([str(self.tools), "/usr/bin", "/bin"]),
+            "PYTHON": sys.executable,
+            "HOME": str(folder.parent),
+            "https_proxy": f"http://127.0.0.1:{closed_port()}",
+            "no_proxy": "127.0.0.1",
+            "PIP_CONFIG_FILE": os.devnull,
+            "PIP_NO_INDEX": "1",
+            "PIP_FIND_LINKS": self.wheels.as_uri(),
+            "PIP_NO_CACHE_DIR": "1",
+            "ENV_MANAGER": "",
+        }
+
+    def make(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+        """Run make as a user would; a dead child of it would hang, so there is a limit."""
+        command = ["make", "--no-print-directory", *words]
+        settings = {**self.env, **env}
+        return subprocess.run(
+            command, cwd=self.folder, env=settings, capture_output=True, text=True, timeout=120, check=False
+        )
+
+    def installed(self, prefix: str | Path = ".venv") -> set[str]:
+        """The `name-version` of what is in an environment."""
+        folders = (self.folder / prefix).glob("lib/python3*/site-packages/*.dist-info")
+        return {folder.name.removesuffix(".dist-info") for folder in folders}
+
+    def add_conda(self, name: str = "conda") -> tuple[Path, Path]:
+        """A stand-in conda on PATH: makes real environments, writes down how it was called."""
+        log, prefix = self.folder.parent / "conda.log", self.folder.parent / "envs" / "diffuser_icom"
+        script = self.tools / name
+        script.write_text(
+            f"""#!{sys.executable}
+import json, os, subprocess, sys
+with open({str(log)!r}, "a") as f: f.write(" ".join(sys.argv[1:]) + "\\n")
+if "list" in sys.argv:
+    print(json.dumps({{"envs": [{str(prefix)!r}] if os.path.exists({str(prefix)!r}) else []}}))
+elif "create" in sys.argv:
+    subprocess.run([sys.executable, "-m", "venv", {str(prefix)!r}], check=True)
+"""
+        )
+        script.chmod(0o755)
+        return log, prefix
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Clone:
+    return Clone(tmp_path / "clone")
+
+
+@pytest.fixture
+def setup_env() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("setup_env", ROOT / "icom" / "setup_env.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def server(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """A web server for `folder` on loopback: its address and the paths asked for so far."""
+    asked: list[str] = []
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *args: object) -> None:
+            super().__init__(*args, directory=str(folder))  # type: ignore[arg-type]
+
+        def log_message(self, *args: object) -> None:
+            asked.append(self.path)
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
+        thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{running.server_port}", asked
+        finally:
+            running.shutdown()
+            thread.join()
+
+
+# ---------------------------------------------------------------- torch
+
+
+def test_cpu_index_is_taken_when_it_answers(setup_env: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    with server(tmp_path) as (address, _):
+        assert setup_env.torch_index({}, address)[0] == address
+
+
+def test_cpu_index_that_refuses_is_passed_over(setup_env: ModuleType) -> None:
+    index, why = setup_env.torch_index({}, f"http://127.0.0.1:{closed_port()}")
+    assert index is None
+    assert "refused" in why
+
+
+def test_cpu_index_that_hangs_costs_seconds(setup_env: ModuleType) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # takes the connection, never answers
+        start = time.monotonic()
+        index, why = setup_env.torch_index({}, f"http://127.0.0.1:{listener.getsockname()[1]}")
+    assert index is None
+    assert "no answer" in why or "timed out" in why
+    assert time.monotonic() - start < 6
+
+
+def test_cuda_build_is_refused_unless_allowed(clone: Clone) -> None:
+    make_wheel(clone.wheels, "torch", TORCH, ("nvidia-cublas",))
+    make_wheel(clone.wheels, "nvidia-cublas", "1.0")
+    refused = clone.make("setup-master")
+    assert refused.returncode != 0
+    for word in ("nvidia-cublas", "GB", "TORCH_INDEX_URL", "ICOM_ALLOW_CUDA_TORCH=1"):
+        assert word in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert f"torch-{TORCH}" not in clone.installed()
+
+    allowed = clone.make("setup-master", "ICOM_ALLOW_CUDA_TORCH=1")
+    assert allowed.returncode == 0, allowed.stderr
+    assert {f"torch-{TORCH}", "nvidia_cublas-1.0"} <= clone.installed()
+
+
+def test_torch_comes_from_the_given_index(clone: Clone, tmp_path: Path) -> None:
+    wheel = make_wheel(tmp_path / "index", "torch", TORCH)
+    (tmp_path / "index" / "torch").mkdir()
+    wheel.rename(tmp_path / "index" / "torch" / wheel.name)
+    with server(tmp_path / "index") as (address, asked):
+        done = clone.make("setup-master", f"TORCH_INDEX_URL={address}", PIP_NO_INDEX="0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"torch-{TORCH}" in clone.installed()
+    assert f"/torch/{wheel.name}" in asked
+
+
+# ---------------------------------------------------------------- once, and not again
+
+
+def test_second_run_does_nothing_until_something_changes(clone: Clone) -> None:
+    make_wheel(clone.wheels, "torch", TORCH)
+    first = clone.make("setup-master")
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert "no conda" in first.stdout
+    assert {f"torch-{TORCH}", "icom-0.1.0"} <= clone.installed()
+    assert "gadget-1.0" not in clone.installed()
+
+    second = clone.make("setup-stable-diffusion-icom-master")
+    assert second.returncode == 0
+    assert "up to date" in second.stdout
+    assert "pip" not in second.stdout and "Requirement already" not in second.stdout
+
+    # Another extra is added, and stays when a target does not ask for it.
+    for words in (["setup-master", "EXTRAS=dev"], ["setup-master"]):
+        assert clone.make(*words).returncode == 0
+        assert "gadget-1.0" in clone.installed()
+    ran = clone.make("run", "CMD=python -c 'import sys; print(sys.prefix)'")
+    assert ran.stdout.splitlines()[-1] == str(clone.folder / ".venv")
+    assert "Requirement already" not in ran.stdout
+
+    make_wheel(clone.wheels, "torch", "9.1")
+    (clone.folder / "constraints.txt").write_text("torch==9.1\n")
+    changed = clone.make("setup-master")
+    assert changed.returncode == 0, changed.stdout + changed.stderr
+    assert {"torch-9.1", "gadget-1.0"} <= clone.installed()
+
+
+def test_unknown_extra_is_named(clone: Clone) -> None:
+    failed = clone.make("setup-master", "EXTRAS=nonsense")
+    assert failed.returncode != 0
+    assert "no extra 'nonsense'; there are: dev" in failed.stderr
+
+
+# ---------------------------------------------------------------- conda or venv
+
+
+def test_conda_is_used_where_there_is_one(clone: Clone) -> None:
+    make_wheel(clone.wheels, "torch", TORCH)
+    log, prefix = clone.add_conda()
+    first = clone.make("setup-master")
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert "conda environment diffuser_icom" in first.stdout
+    assert not (clone.folder / ".venv").exists()
+    file = clone.folder / "environment.yml"
+    assert f"env create -n diffuser_icom -f {file}" in log.read_text().splitlines()
+    assert f"torch-{TORCH}" in clone.installed(prefix)
+
+    again = clone.make("run", "CMD=python -c 'import sys; print(sys.prefix)'")
+    assert again.stdout.splitlines()[-1] == str(prefix)
+    assert "env update" not in log.read_text()
+
+    file.write_text(file.read_text() + "# changed\n")
+    assert clone.make("setup-master").returncode == 0
+    assert f"env update -n diffuser_icom -f {file}" in log.read_text().splitlines()
+
+
+def test_env_manager_forces_venv(setup_env: ModuleType, clone: Clone) -> None:
+    clone.add_conda("mamba")
+    assert setup_env.choose_manager(clone.env)[0] == "conda"
+    assert setup_env.choose_manager({**clone.env, "ENV_MANAGER": "venv"})[0] == "venv"
+
+
+def test_env_manager_conda_without_conda_says_what_to_do(clone: Clone) -> None:
+    for words in (["setup-master", "ENV_MANAGER=conda"], ["setup-master", "ENV_MANAGER=poetry"]):
+        failed = clone.make(*words)
+        assert failed.returncode != 0
+        assert ("make install-miniconda" if "conda" in words[1] else "conda or venv") in failed.stderr
+
+
+def test_install_miniconda(clone: Clone, tmp_path: Path) -> None:
+    """A stand-in installer: downloaded, verified, run; then found, so not run twice."""
+    installer = tmp_path / "site" / "Mini.sh"
+    installer.parent.mkdir()
+    installer.write_text('mkdir -p "$3/bin" && touch "$3/bin/conda" && chmod +x "$3/bin/conda"\n')
+    prefix = tmp_path / "forge"
+    unreachable = f"http://127.0.0.1:{closed_port()}/Mini.sh"
+    failed = clone.make("install-miniconda", f"CONDA_INSTALLER_URL={unreachable}")
+    assert failed.returncode != 0
+    assert f"cannot download {unreachable}" in failed.stderr
+    with server(installer.parent) as (address, asked):
+        words = ("install-miniconda", f"CONDA_INSTALLER_URL={address}/Mini.sh", f"CONDA_PREFIX_DIR={prefix}")
+        checksum = installer.with_name("Mini.sh.sha256")
+        checksum.write_text("0" * 64 + "  Mini.sh\n")
+        damaged = clone.make(*words)
+        assert damaged.returncode != 0 and "is damaged" in damaged.stderr
+        assert not prefix.exists()
+        checksum.unlink()
+        assert clone.make(*words).returncode == 0
+        assert (prefix / "bin" / "conda").exists()
+        count = len(asked)
+        assert "nothing to do" in clone.make(*words).stdout
+        assert len(asked) == count
+
+
+# ---------------------------------------------------------------- pictures
+
+
+def test_pictures_are_downloaded(clone: Clone, tmp_path: Path) -> None:
+    folder = tmp_path / "hub" / "sd-concepts-library/dicoo/resolve/main/concept_images"
+    folder.mkdir(parents=True)
+    for i in range(5):
+        (folder / f"{i}.jpeg").write_bytes(JPEG + str(i).encode())
+    with server(tmp_path / "hub") as (address, asked):
+        for _ in range(2):
+            done = clone.make("download-training-images", HF_ENDPOINT=address)
+            assert done.returncode == 0, done.stderr
+    got = {path.name: path.read_bytes() for path in (clone.folder / "dicoo").iterdir()}
+    assert got == {f"{i}.jpeg": JPEG + str(i).encode() for i in range(5)}
+    assert len(asked) == 5
+
+
+@pytest.mark.parametrize("hub", ["unreachable", "incomplete"])
+def test_pictures_without_the_hub_leave_nothing(clone: Clone, tmp_path: Path, hub: str) -> None:
+    before = sorted(clone.folder.iterdir())
+    folder = tmp_path / "hub" / "sd-concepts-library/dicoo/resolve/main/concept_images"
+    folder.mkdir(parents=True)
+    (folder / "0.jpeg").write_bytes(JPEG)
+    with server(tmp_path / "hub") as (address, _):
+        endpoint = address if hub == "incomplete" else f"http://127.0.0.1:{closed_port()}"
+        failed = clone.make("download-training-images", HF_ENDPOINT=endpoint)
+    assert failed.returncode != 0
+    assert failed.stdout == ""
+    lines = [line for line in failed.stderr.splitlines() if not line.startswith("make")]
+    assert len(lines) == 1
+    assert f"cannot download {endpoint}" in lines[0]
+    assert sorted(clone.folder.iterdir()) == before
+
+
+# ---------------------------------------------------------------- what the tests need
+
+
+def test_missing_test_tools_are_installed_by_root_and_named_to_others(
+    setup_env: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(setup_env, "TEST_TOOLS", {"sh": "dash", "no-such-command": "no-such-package"})
+    called, apt = tmp_path / "called", tmp_path / "apt-get"
+    apt.write_text(f'#!/bin/sh\necho "$@" >> {called}\n[ ! -e {tmp_path}/broken ] || exit 100\n')
+    apt.chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    monkeypatch.setenv("PATH", env["PATH"])
+    monkeypatch.setattr(setup_env.os, "geteuid", lambda: 0)
+    setup_env.install_test_tools(env)
+    update, install = called.read_text().splitlines()
+    assert update.split()[-1] == "update"
+    assert "install" in install and install.split()[-1] == "no-such-package" and "dash" not in install
+    assert "skipped" not in capfd.readouterr().out
+    (tmp_path / "broken").touch()
+    setup_env.install_test_tools(env)
+    assert "no no-such-command here" in (said := capfd.readouterr().out) and "exit code 100" in said
+    monkeypatch.setattr(setup_env.os, "geteuid", lambda: 1000)
+    called.unlink()
+    setup_env.install_test_tools(env)
+    assert "takes root on Debian" in capfd.readouterr().out and not called.exists()
+    monkeypatch.setattr(setup_env, "TEST_TOOLS", {"sh": "dash"})
+    setup_env.install_test_tools(env)
+    assert capfd.readouterr().out == ""
+
+
+# ---------------------------------------------------------------- the files
+
+
+def test_constraints_pin_every_direct_dependency(setup_env: ModuleType) -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        project = tomllib.load(file)["project"]
+    direct = {setup_env.canonical(one) for one in setup_env.direct_requirements(project)}
+    pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    assert all(re.fullmatch(r"[a-z0-9-]+==[0-9][\w.]*( ; python_version .*)?", pin) for pin in pins)
+    assert {pin.partition("==")[0] for pin in pins} == direct
+    assert {"torch", "pytest", "boto3", "wandb"} <= direct
+
+
+def test_pins_follow_what_each_python_can_have(setup_env: ModuleType) -> None:
+    assert setup_env.pin_lines("x", {"3.10": "1", "3.11": "1"}) == ["x==1"]
+    assert setup_env.pin_lines("x", {"3.10": "1", "3.11": "2", "3.12": "2", "3.13": "3"}) == [
+        'x==1 ; python_version < "3.11"',
+        'x==2 ; python_version >= "3.11" and python_version < "3.13"',
+        'x==3 ; python_version >= "3.13"',
+    ]
+
+
+def test_help_lists_targets_that_exist(clone: Clone) -> None:
+    listing = clone.make()
+    assert listing.returncode == 0
+    targets = re.findall(r"^  make (\S+) +\S", listing.stdout, re.MULTILINE)
+    makefile = (ROOT / "Makefile").read_text()
+    assert set(targets) == set(re.findall(r"^([a-z][a-z-]*):", makefile, re.MULTILINE))
+    for target in targets:
+        assert clone.make("-n", target).returncode == 0, target
+
+
+def test_python_too_old_or_absent_is_said(clone: Clone) -> None:
+    for name in ("python3", *(f"python3.{minor}" for minor in (10, 11, 12, 13))):
+        (clone.tools / name).write_text("#!/bin/sh\nexit 1\n")  # as an old one answers our question
+        (clone.tools / name).chmod(0o755)
+    del clone.env["PYTHON"]
+    failed = clone.make("setup-master")
+    assert failed.returncode != 0
+    assert "no Python >= 3.10" in failed.stderr and "PYTHON=" in failed.stderr

@@ -1,0 +1,80 @@
+"""The `icom` command in tests: a short run's options, what a command did, a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TRAIN = {
+    "train_data_dir": "bundled",
+    "placeholder_token": "<robot>",
+    "initializer_token": "toy",
+    "resolution": "64",
+    "train_batch_size": "1",
+    "max_train_steps": "3",
+    "learning_rate": "1e-2",
+    "seed": "7",
+    "report_to": "none",
+    "num_comparison_images": "0",
+}
+"""A run of a tenth of a second."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a command did."""
+
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Result]
+"""The fixtures `icom` and `train`."""
+
+
+def assert_message(result: Result, code: int, *parts: str) -> None:
+    """The exit code; a message with all `parts` and without traceback."""
+    text = " ".join(result.err.replace("│", " ").split())  # tyro frames and wraps
+    assert result.code == code, result
+    assert "Traceback" not in text
+    for part in parts:
+        assert part in text, f"{part!r} is not in {text!r}"
+
+
+def assert_refused(result: Result, code: int, *parts: str) -> None:
+    """The message, and that training did not start."""
+    assert_message(result, code, *parts)
+    assert "step/s" not in result.err
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def train_arguments(**options: object) -> list[str]:
+    """`train` with TRAIN's options, changed by `options`; True is a bare flag, None drops the option."""
+    arguments = ["train"]
+    for name, value in (TRAIN | options).items():
+        if value is True:
+            arguments.append(f"--{name}")
+        elif value is not None:
+            arguments.append(f"--{name}={value}")
+    return arguments
+
+
+def start_process(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+    """Start `icom` in a process of its own, from the root of the repository."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "icom", *arguments],
+        cwd=ROOT,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )

@@ -1,0 +1,123 @@
+"""Nodes that say yes to everything, for tests of what EC2 is asked; tests/provisioning/test_nodes.py has real ones.
+
+Every step of provisioning.ssh passes here: `steps` tells which, and one of them can fail.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from types import SimpleNamespace, TracebackType
+from typing import Any
+
+from provisioning.cluster import Node
+from provisioning.health import AMX_FLAGS
+from provisioning.hostkeys import make_key
+from provisioning.on_node import MARK, Facts
+from provisioning.ssh import Login
+
+FACTS = json.dumps(asdict(Facts({"torch": "2"}, {}, sorted(AMX_FLAGS), "6.8", {})))
+
+
+@dataclass
+class Steps:
+    """What was asked of all nodes, and one fault to inject."""
+
+    done: list[str] = field(default_factory=list)
+    """`role: command` of each step, and `role: sftp path`."""
+    at: int | None = None
+    """Which step (from 0) meets the fault."""
+    fault: str = ""
+    """error, broken, hang or ctrl-c."""
+    passed: float = 0
+    """Seconds that went by while steps were hanging."""
+
+    def meet_at(self, at: int | None, fault: str) -> None:
+        """Count from 0 again; the step of that number meets the fault."""
+        self.done.clear()
+        self.at, self.fault = at, fault
+
+    def clock(self) -> float:
+        """What the time is, for provisioning.ssh."""
+        return time.monotonic() + self.passed
+
+    def pause(self, seconds: float) -> None:
+        """Called between looks at a step that has not ended: an hour goes by."""
+        self.passed += 3600
+
+    def meet(self, what: str) -> SimpleNamespace:
+        """Do a step."""
+        self.done.append(what)
+        failed = hangs = False
+        if len(self.done) - 1 == self.at:
+            if self.fault == "broken":
+                raise EOFError("the connection is gone")
+            if self.fault == "ctrl-c":
+                os.kill(os.getpid(), signal.SIGINT)
+            failed, hangs = self.fault == "error", self.fault == "hang"
+        text = f"{MARK}1000.0\n{MARK}{FACTS}\n{MARK}1000.0\n" if "on_node facts" in what else ""
+        if mpirun := re.search(r"mpirun .*-n (\d+) .*all_reduce", what):
+            text = f"all-reduce of {mpirun[1]} processes"
+        return SimpleNamespace(
+            failed=failed, exited=3 if failed else 0, stdout=text, stderr="no such luck" if failed else "", hangs=hangs
+        )
+
+
+class FakeConnection:
+    """As much of fabric's Connection as provisioning.ssh uses."""
+
+    def __init__(self, steps: Steps, node: Node) -> None:
+        self._steps, self._node = steps, node
+        self.transport = SimpleNamespace(close=lambda: None)
+
+    def __enter__(self) -> FakeConnection:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def run(self, command: str, **_: Any) -> SimpleNamespace:
+        """A shell command, which has ended, or never will."""
+        done = self._run(command)
+        runner = SimpleNamespace(process_is_finished=not done.hangs, kill=lambda: None)
+        return SimpleNamespace(runner=runner, join=lambda: done)
+
+    def _run(self, command: str) -> SimpleNamespace:
+        if "ssh-keygen -q -t ed25519 -N '' -C '' -f" in command:
+            done = self._steps.meet(f"{self._node.role}: {command}")
+            done.stdout = make_key().public
+            return done
+        return self._steps.meet(f"{self._node.role}: {command}")
+
+    def sftp(self) -> Any:
+        """A client that can write files."""
+
+        @contextmanager
+        def opened(path: str, mode: str) -> Iterator[Any]:
+            done = self._steps.meet(f"{self._node.role}: sftp {path}")
+            if done.failed:
+                raise OSError("no such luck")
+            if done.hangs:
+                raise TimeoutError("timed out")
+            sink = io.BytesIO()
+            yield SimpleNamespace(chmod=lambda mode: None, set_pipelined=lambda on: None, write=sink.write)
+
+        return SimpleNamespace(open=opened)
+
+
+def connector(steps: Steps) -> Callable[..., FakeConnection]:
+    """What to put in place of provisioning.ssh.connect."""
+
+    def connect(login: Login, node: Node, keys: object = None) -> FakeConnection:
+        return FakeConnection(steps, node)
+
+    return connect

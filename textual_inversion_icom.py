@@ -2,7 +2,7 @@
 
 import sys
 
-from icom.cli import main
+from icom.cli import program
 
 if __name__ == "__main__":
-    main(["train", *sys.argv[1:]])
+    program(["train", *sys.argv[1:]])

@@ -1,6 +1,6 @@
 """`python -m icom` is the `icom` command."""
 
-from icom.cli import main
+from icom.cli import program
 
 if __name__ == "__main__":
-    main()
+    program()

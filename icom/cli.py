@@ -30,7 +30,7 @@ from icom.config import (
 from icom.errors import IcomError
 from icom.files import is_full, write_error
 from icom.launch.config import LaunchEnvConfig, LaunchMpirunConfig
-from icom.signals import STOPPED, stopping_at_once
+from icom.signals import STOPPED, own_process, stopping_at_once
 from provisioning.config import (
     BakeConfig,
     ProvisionConfig,
@@ -69,6 +69,12 @@ COMMANDS: dict[str, tuple[Any, str]] = {
 
 GROUPS = {"launch": "Train on several machines with mpirun."}
 """First word of the commands with two -> what they are for."""
+
+
+def program(argv: Sequence[str] | None = None) -> NoReturn:
+    """`main` in a process that is icom's own: what the command and the scripts start."""
+    own_process()
+    main(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

@@ -25,6 +25,7 @@ from icom import machine
 from icom.distributed import CCL_ENVIRONMENT, Place, export
 from icom.errors import IcomError, Stopped, UsageError
 from icom.liveness import Launchers, Problem, Watch
+from icom.signals import end_process
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -106,7 +107,7 @@ class Group:
             time.sleep(1)  # a process that died meanwhile is the better explanation
             if self._watch.problem:
                 raise self._ended(self._watch.problem)
-            atexit.register(_exit_at_once)
+            atexit.register(end_process, IcomError.exit_code)
             why = str(call.error).splitlines()[0] if call.error else f"no connection within {JOIN_SECONDS} s"
             interface = os.environ.get("GLOO_SOCKET_IFNAME", "that of the machine's name")
             raise IcomError(
@@ -192,7 +193,7 @@ class Group:
         self._watch.handled.set()
         self._lost = Lost(problem.message, problem.lost)
         # Threads of gloo and of ours wait for the lost process; the interpreter must not wait for them when it ends.
-        atexit.register(_exit_at_once)
+        atexit.register(end_process, IcomError.exit_code)
         return self._lost
 
     def leave(self, error: BaseException | None = None) -> None:
@@ -402,10 +403,3 @@ def _get(store: Store, key: str) -> bytes:
 def _short(value: object) -> str:
     text = "absent" if value is None else str(value)
     return text if len(text) <= 40 else text[:12] + "…"
-
-
-def _exit_at_once() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):
-            stream.flush()
-    os._exit(IcomError.exit_code)

@@ -27,6 +27,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from icom.signals import end_process
+
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
@@ -149,7 +151,7 @@ class Watch:
 
     @staticmethod
     def _start(run: Callable[[], None]) -> None:
-        threading.Thread(target=run, daemon=True).start()
+        threading.Thread(target=run, name=f"icom {run.__name__}", daemon=True).start()
 
     def _learn(self, problem: Problem) -> None:
         self.problem = problem
@@ -229,8 +231,9 @@ class Watch:
             self._lose(lost)
 
     def _guard(self) -> None:
-        """Notice silence, and end the process where its main thread does not come to it."""
+        """Notice silence, and end the process (if it is icom's own) where its main thread does not come to it."""
         looked = time.monotonic()
+        patience: tuple[bool, float] | None = None  # whether the main thread knows, and until when it may take
         while not self._stopped.wait(BEAT_SECONDS / 2):
             now = time.monotonic()
             if now - looked > SUSPECT_SECONDS:  # it was this process that stood still: Ctrl-Z, a paused machine
@@ -239,8 +242,11 @@ class Watch:
             looked = now
             if self.problem is None:
                 self._look(SILENT_SECONDS)
-            elif not self.handled.wait(GRACE_SECONDS) or not self._stopped.wait(GRACE_SECONDS):
-                os._exit(1)
+            elif patience is None or self.handled.is_set() != patience[0]:
+                patience = self.handled.is_set(), now + GRACE_SECONDS
+            elif now > patience[1]:
+                end_process(1)
+                return
 
     def _names(self, ranks: set[int]) -> str:
         by_host: dict[str, list[str]] = {}

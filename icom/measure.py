@@ -32,6 +32,7 @@ from icom.group import joined
 from icom.images import Transform, list_pictures, pixels, read_picture
 from icom.reference import ReferenceTrainer
 from icom.sampling import SampleStream, gaussian_noise
+from icom.signals import own_process
 
 if TYPE_CHECKING:
     from icom.run import Run
@@ -321,4 +322,5 @@ def _rate(operations: float, ways: list[Callable[[], object]]) -> float:
 
 
 if __name__ == "__main__":
+    own_process()
     print(json.dumps(dataclasses.asdict(measure(Job(**json.loads(sys.argv[1]))))))

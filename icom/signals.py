@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: finish the step, save, exit."""
+"""How a process ends: Ctrl-C and SIGTERM finish the step, save, exit; and who may end it at once."""
 
 from __future__ import annotations
 
@@ -9,6 +9,28 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any
+
+_owned = False
+
+
+def own_process() -> None:
+    """Say that this process runs icom and nothing else; for entry points. Only then may `end_process` end it."""
+    global _owned  # noqa: PLW0603  # a fact about the process
+    _owned = True
+
+
+def end_process(code: int) -> None:
+    """End the process at once, from any thread, without waiting for other threads.
+
+    Does nothing in a process that is not icom's own: a program that imports icom (a test runner, a notebook) is told by
+    exceptions and decides for itself.
+    """
+    if _owned:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):
+                stream.flush()
+        os._exit(code)
+
 
 STOPPED = "\nicom: stopped at once. What was saved before is intact."
 

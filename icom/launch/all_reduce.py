@@ -12,6 +12,7 @@ import time
 
 from icom.distributed import choose_collectives, find_place
 from icom.errors import IcomError
+from icom.signals import own_process
 
 CALLS = 21
 
@@ -47,6 +48,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    own_process()
     try:
         main()
     except IcomError as error:

@@ -18,11 +18,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from icom import liveness
 from icom.checkpoint import load_checkpoint
 from icom.distributed import Place, choose_collectives, find_place, first_of_nodelist
 from icom.errors import UsageError
-from icom.liveness import Launchers, Watch
 from icom.report import read_metrics
 from icom.train import message
 from tests.support.command import ROOT, Result, train_arguments
@@ -273,42 +271,6 @@ def test_killed_rank_ends_all(victim: int, ranks: Callable[..., Ranks]) -> None:
     assert [result.code for result in again.results()] == [0, 0]
     steps = [row["step"] for row in read_metrics(again.folders[0] / "out" / "metrics.jsonl")]
     assert steps == list(range(1, 31))
-
-
-def test_hanging_rank_is_noticed(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """One that still has its connections but does nothing; here a store that does not take its beats."""
-    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
-
-    for name, seconds in (("BEAT_SECONDS", 0.05), ("SILENT_SECONDS", 1.0), ("GRACE_SECONDS", 1000.0)):
-        monkeypatch.setattr(liveness, name, seconds)
-
-    class Lossy(PrefixStore):  # type: ignore[misc]
-        def set(self, key: str, value: str) -> None:
-            """Nothing arrives."""
-
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    stores = [PrefixStore("", store), Lossy("", store), PrefixStore("", store)]
-    watches = [Watch(s, rank, ["a", "b", "c"], "127.0.0.1", Launchers()) for rank, s in enumerate(stores)]
-    while not all(watch.problem for watch in watches):
-        time.sleep(0.02)
-    for watch in watches:
-        watch.stop()
-    assert {(watch.problem.speaker, watch.problem.lost) for watch in watches if watch.problem} == {(0, frozenset({1}))}
-    assert capfd.readouterr().err.count("icom: lost b (rank 1)") == 1
-
-
-def test_one_speaks_when_rank_0_is_gone(capfd: pytest.CaptureFixture[str]) -> None:
-    """Nobody can ask rank 0's store any more who does; its machine has another rank, which may be gone as well."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    watches = [Watch(store.clone(), rank, ["a", "a", "b", "b"], "127.0.0.1", Launchers()) for rank in range(4)]
-    for watch in watches[1:]:
-        watch._lose_rank_0()
-    for watch in watches:
-        watch.stop()
-    assert {watch.problem.lost for watch in watches[1:] if watch.problem} == {frozenset({0})}
-    assert capfd.readouterr().err.count("icom: lost a (rank 0)") == 1
 
 
 def test_divergence_is_told_by_the_one_that_knows_the_checkpoints(ranks: Callable[..., Ranks]) -> None:

@@ -59,15 +59,31 @@ scaling: ## Compute how training scales over hosts; fills the tables of docs/sca
 run: ## Run CMD="..." in the environment
 	$(RUN) -- $(CMD)
 
+# Several tests at a time: many wait for other machines, or for what they started. REPORTS=FOLDER keeps JUnit's XML.
+PYTEST = python -m pytest -n logical --maxprocesses 8 --dist loadgroup $(if $(REPORTS),--junitxml=$(REPORTS)/$@.xml)
+COMPUTING = tests/icom/backends tests/icom/engine tests/icom/test_doctor.py
+
 .PHONY: test
-test: ## Run all tests; root on Debian or Ubuntu gets with apt-get what tests/cluster needs
+test: ## Run the tests that a change needs: a thin path through everything, ten minutes on two cores
 	@$(SETUP) test-tools
-	$(RUN) --extra dev --extra mpi -- python -m pytest
+	$(RUN) --extra dev --extra mpi -- $(PYTEST) -m "not long"
+
+.PHONY: test-all
+test-all: test-everything test-lower-isa ## Run all tests, as CI does: half an hour on two cores
+
+.PHONY: test-everything
+test-everything:
+	@$(SETUP) test-tools
+	$(RUN) --extra dev --extra mpi -- $(PYTEST)
+
+.PHONY: test-lower-isa
+test-lower-isa: ## Run the tests of what computes as if the CPU had AVX2 and nothing newer
+	$(RUN) --extra dev --extra mpi -- env ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 $(PYTEST) $(COMPUTING)
 
 .PHONY: test-ipex
 test-ipex: ## Run the tests of backends and engine with the real IPEX, in .venv-ipex (8 GB, which it builds)
 	@ENV_MANAGER=venv VENV=.venv-ipex EXTRAS=ipex ICOM_ALLOW_CUDA_TORCH=1 $(SETUP) run --extra dev -- \
-		python -m pytest tests/icom/backends/test_backends.py tests/icom/engine/test_engine.py
+		$(PYTEST) tests/icom/backends tests/icom/engine
 
 .PHONY: test-aws
 test-aws: ## Provision, train on and tear down a real cluster on AWS: says what it costs (some dollars), and asks

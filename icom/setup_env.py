@@ -62,7 +62,7 @@ PICTURES = "sd-concepts-library/dicoo/resolve/main/concept_images/{}.jpeg"
 PICTURE_COUNT = 5
 PICTURE_FOLDER = "dicoo"
 
-# What tests/cluster needs besides Python packages: command -> Debian's package.
+# What hosts in tests need besides Python packages: command -> Debian's package.
 TEST_TOOLS = {"sshd": "openssh-server", "ip": "iproute2", "mpirun.mpich": "mpich", "mpirun.openmpi": "openmpi-bin"}
 
 NETWORK_ERRORS = (OSError, http.client.HTTPException)  # urllib.error.URLError is an OSError
@@ -533,14 +533,14 @@ def download_pictures(env: Mapping[str, str]) -> None:
 
 
 def install_test_tools(env: Mapping[str, str]) -> None:
-    """Install what tests/cluster needs where apt-get may; else say what is missing. Never fails: other tests run."""
+    """Install what hosts in tests need where apt-get may; else say what is missing. Never fails: other tests run."""
     path = os.pathsep.join([env.get("PATH", os.defpath), "/usr/sbin", "/sbin"])  # sbin is not in everybody's PATH
     missing = {command: package for command, package in TEST_TOOLS.items() if shutil.which(command, path=path) is None}
     if not missing:
         return
     why = "that takes root on Debian or Ubuntu"
     if os.geteuid() == 0 and shutil.which("apt-get", path=path):
-        say(f"installing {', '.join(missing.values())} for tests/cluster (Debian starts its sshd where systemd runs)")
+        say(f"installing {', '.join(missing.values())} for hosts in tests (Debian starts its sshd where systemd runs)")
         quiet = {**env, "DEBIAN_FRONTEND": "noninteractive"}
         try:
             call(["apt-get", "-qq", "update"], quiet)
@@ -549,7 +549,7 @@ def install_test_tools(env: Mapping[str, str]) -> None:
             why = str(error)
         else:
             return
-    say(f"tests/cluster is skipped in part or whole: no {', '.join(missing)} here, and could not install them ({why})")
+    say(f"tests on several hosts are skipped: no {', '.join(missing)} here, and could not install them ({why})")
 
 
 def refresh_constraints(env: Mapping[str, str]) -> None:

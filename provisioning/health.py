@@ -26,7 +26,7 @@ one, and it will go on drifting: make rebuilds or skips what it should not, line
 minutes AWS refuses what it signed."""
 ALL_REDUCE_PORT = 29499
 """Not the trainings' own: one may be running, and the cluster be healthy."""
-ALL_REDUCE_SECONDS = 120
+ALL_REDUCE_SECONDS = 240
 TIMED_OUT = 124
 """Exit code of `timeout`."""
 MOST_AT_ONCE = 32

@@ -122,7 +122,7 @@ def patient_connect(
     """
     import paramiko
 
-    deadline, pause = time.monotonic() + wait_minutes * 60, 0.25
+    deadline, pause = CLOCK() + wait_minutes * 60, 0.25
     refused = False
     while True:
         check()
@@ -130,11 +130,11 @@ def patient_connect(
             return connect(login, node, keys)
         except LoginRefused:
             if not refused:
-                refused, deadline = True, min(deadline, time.monotonic() + LOGIN_SECONDS)
-            if time.monotonic() >= deadline:
+                refused, deadline = True, min(deadline, CLOCK() + LOGIN_SECONDS)
+            if CLOCK() >= deadline:
                 raise
         except (OSError, EOFError, paramiko.SSHException) as error:
-            if time.monotonic() >= deadline:
+            if CLOCK() >= deadline:
                 raise NodesFailed(
                     f"{node.role} ({node.id}) cannot be reached by ssh at {node.public_ip or node.private_ip} after "
                     f"{wait_minutes:g} minutes: {error}. Does --ssh_from cover this computer?",

@@ -3,19 +3,75 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+import uuid
+from collections.abc import Callable, Generator, Iterator
 
 import pytest
 
-from tests.support.command import Result, train_arguments
+from tests.support import reaper, warm
+from tests.support.command import ROOT, Result, train_arguments
 from tests.support.hosts import missing
 
 # Nothing may look for the Hub: an address where nobody listens. Set before anything of Hugging Face is imported.
 os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"
 os.environ["HF_HUB_DISABLE_XET"] = "1"
+# Processes take icom from here, wherever they stand: the environment's own may be another checkout.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 # The bundled model's layers are too small to share out: a second thread only waits, above all on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+REAPER = pytest.StashKey[tuple[str, "subprocess.Popen[bytes]"]]()
+LEFT = pytest.StashKey[dict[int, str]]()
+ENDS_WITHIN = 20
+"""Seconds that processes may take to end by themselves after the last test."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Whatever ends this run, all that it started ends: see tests/support/reaper.py."""
+    if hasattr(config, "workerinput"):  # pytest-xdist's; they carry the mark themselves
+        return
+    mark, outer = uuid.uuid4().hex, os.environ.pop(reaper.MARK, None)
+    environment = dict(os.environ)
+    os.environ[reaper.MARK] = mark if outer is None else f"{outer}:{mark}"
+    words = [sys.executable, "-I", reaper.__file__, mark]
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, env=environment, start_new_session=True)
+    config.stash[REAPER] = mark, process
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)  # before the terminal's summary
+def pytest_sessionfinish(session: pytest.Session) -> Generator[None, None, None]:
+    """A process that outlives the tests fails the run, as a failed test does."""
+    yield  # the workers end
+    warm.close()
+    if REAPER in session.config.stash:
+        mark, _ = session.config.stash[REAPER]
+        deadline = time.monotonic() + ENDS_WITHIN
+        while (left := reaper.marked(mark)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        session.config.stash[LEFT] = left
+        if left and session.exitstatus == 0:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Name what outlived the tests."""
+    for pid, command in config.stash.get(LEFT, {}).items():
+        terminalreporter.write_line(f"left behind by the tests, and killed: {pid} {command}", red=True)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Let the reaper do its work, and wait for it."""
+    if REAPER in config.stash:
+        config.stash[REAPER][1].communicate()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest first: with several workers nobody waits at the end for one that has just begun."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 @pytest.fixture(autouse=True)

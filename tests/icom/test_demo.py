@@ -14,6 +14,7 @@ from tests.support.command import Result
 Icom = Callable[..., Result]
 
 
+@pytest.mark.long
 def test_a_concept_is_learned(tmp_path: Path) -> None:
     """The row that training starts from draws the concept by chance only, once in 192 pictures."""
     learned = learn("blue-heart", {"output_dir": str(tmp_path), "seed": 1, "max_train_steps": 150}, num_images=12)

@@ -8,8 +8,6 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +21,7 @@ from icom.distributed import Place, choose_collectives, find_place, first_of_nod
 from icom.errors import UsageError
 from icom.report import read_metrics
 from icom.train import message
-from tests.support.command import ROOT, Result, train_arguments
+from tests.support.command import ROOT, Result, long, start_python, train_arguments
 
 Train = Callable[..., Result]
 
@@ -134,19 +132,9 @@ class Ranks:
                 "MPI_LOCALRANKID": str(rank),
                 "MPI_LOCALNRANKS": str(count),
                 "MASTER_PORT": port,
-                "PYTHONPATH": str(ROOT),
                 **(of or {}).get(rank, {}),
             }
-            self.processes.append(
-                subprocess.Popen(
-                    [sys.executable, *arguments],
-                    cwd=own,
-                    env=environment,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-            )
+            self.processes.append(start_python(*arguments, environment=environment, folder=own))
 
     def results(self) -> list[Result]:
         """Of all, once all have ended; what hangs is the test's time limit's."""
@@ -238,6 +226,7 @@ distributed.Backend.register_backend("ccl", make, devices=["cpu"])
 """
 
 
+@pytest.mark.long
 def test_ccl_starts_before_accelerate(tmp_path: Path, train: Train) -> None:
     """With a stand-in for oneCCL's bindings that registers `ccl` as they do, and sums with gloo."""
     bindings = tmp_path / "bindings"
@@ -255,7 +244,7 @@ def test_ccl_starts_before_accelerate(tmp_path: Path, train: Train) -> None:
     torch.testing.assert_close(_rows(tmp_path / "rank0" / "out"), _rows(alone), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [0, long(2)])
 def test_killed_rank_ends_all(victim: int, ranks: Callable[..., Ranks]) -> None:
     """One message, the exit code 1, and a checkpoint from which the others go on."""
     started = ranks(3, max_train_steps=10_000, checkpointing_steps=5)
@@ -313,7 +302,7 @@ def test_rank_that_differs_ends_all(change: str, words: str, tmp_path: Path) -> 
     assert not (tmp_path / "rank0" / "out" / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, long(signal.SIGINT)])
 def test_signal_to_one_rank_stops_all(number: int, ranks: Callable[..., Ranks]) -> None:
     """At the same step, saved by rank 0, told once."""
     started = ranks(2, max_train_steps=10_000)
@@ -342,6 +331,7 @@ except IcomError as error:
 """
 
 
+@pytest.mark.long
 def test_ranks_that_do_not_meet(tmp_path: Path) -> None:
     """One that does not come, one that is told of another size, and two that are told to be the same."""
     absent = Ranks(tmp_path, 1, "-c", JOIN, of={0: {"PMI_SIZE": "3", "MPI_LOCALNRANKS": "3"}}).results()

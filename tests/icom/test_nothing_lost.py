@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from icom.checkpoint import list_checkpoints, load_checkpoint
 from icom.images import BUNDLED_CONCEPTS
 from icom.models import BUNDLE
-from tests.support.command import ROOT, Result, Run, assert_message, start_process, train_arguments
+from tests.support.command import ROOT, Result, Run, assert_message, long, start_process, train_arguments
+from tests.support.waiting import handles, wait_until
 
 LATEST = {"resume_from_checkpoint": "latest"}
 
@@ -183,7 +183,6 @@ def run_on_a_disk(folder: Path, script: str) -> Result:
         env=os.environ | {"DISK": str(folder), "TRAIN": shlex.join([sys.executable, "-m", "icom", *words])},
         capture_output=True,
         text=True,
-        timeout=300,
     )
     return Result(done.returncode, done.stdout, done.stderr)
 
@@ -198,7 +197,7 @@ KEEP = """
 """
 
 
-@pytest.mark.parametrize("tracker", ["none", "tensorboard"])
+@pytest.mark.parametrize("tracker", ["none", long("tensorboard")])
 def test_full_disk(train: Run, tmp_path: Path, tracker: str) -> None:
     if tracker == "tensorboard":
         pytest.importorskip("tensorboard")
@@ -243,8 +242,8 @@ def start() -> Iterator[Start]:
     """`start_process`, and the end of what a failed test left running."""
     processes = []
 
-    def start(*arguments: str) -> subprocess.Popen[str]:
-        processes.append(start_process(*arguments))
+    def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+        processes.append(start_process(*arguments, **environment))
         return processes[-1]
 
     yield start
@@ -256,10 +255,9 @@ def start() -> Iterator[Start]:
 def test_interrupt_saves_a_checkpoint_that_resumes(train: Run, start: Start, tmp_path: Path) -> None:
     process = start(*train_arguments(output_dir=tmp_path, max_train_steps=10**6))
     metrics = tmp_path / "metrics.jsonl"
-    while process.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") > 3):
-        time.sleep(0.05)
+    wait_until(lambda: process.poll() is not None or (metrics.exists() and metrics.read_text().count("\n") > 3))
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate()
     (checkpoint,) = list_checkpoints(tmp_path)
     step = load_checkpoint(checkpoint)[0].step
     assert_message(
@@ -280,27 +278,39 @@ def test_second_interrupt_stops_at_once(start: Start, tmp_path: Path) -> None:
     assert process.stderr
     while "trainable numbers" not in process.stdout.readline():
         assert process.poll() is None
-    time.sleep(0.5)
+    wait_until(lambda: handles(process.pid, signal.SIGTERM))
     process.send_signal(signal.SIGINT)
     while "finishing this step" not in process.stderr.readline():
         assert process.poll() is None
-    time.sleep(0.2)
-    assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate()
     assert_message(Result(process.returncode, out, err), 130, "stopped at once. What was saved before is intact.")
     assert not list_checkpoints(tmp_path)
 
 
+LOADS_FOR_EVER = """
+import os, sys, time
+
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == "diffusers":
+            open(os.environ["LOADING"], "w").close()
+            time.sleep(36000)
+
+sys.meta_path.insert(0, Slow())
+"""
+
+
 def test_interrupt_while_loading(start: Start, tmp_path: Path) -> None:
-    process = start(*train_arguments(output_dir=tmp_path, max_train_steps=10**6))
-    maps = Path(f"/proc/{process.pid}/maps")
-    while process.poll() is None and "libtorch_cpu" not in maps.read_text():  # imports go on for a second from here
-        time.sleep(0.01)
+    (tmp_path / "sitecustomize.py").write_text(LOADS_FOR_EVER)
+    path, loading = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]), tmp_path / "loading"
+    arguments = train_arguments(output_dir=tmp_path / "out")
+    process = start(*arguments, PYTHONPATH=path, LOADING=str(loading))
+    wait_until(lambda: loading.exists() or process.poll() is not None)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate()
     assert_message(Result(process.returncode, out, err), 130, "stopped at once.")
-    assert not list(tmp_path.iterdir())
+    assert not (tmp_path / "out").exists()
 
 
 def test_interrupt_where_python_drops_exceptions_is_not_lost() -> None:

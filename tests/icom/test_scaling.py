@@ -38,6 +38,7 @@ SPREAD = StepTime(1.0, 2.0, 4.0)
 MEASURED = ROOT / "benchmarks" / "sd15-512-2cores.json"
 
 
+@pytest.mark.long
 def test_ranks_are_measured_side_by_side_with_equal_cores(tmp_path: Path, icom: Icom) -> None:
     """Two processes that talk, two that do not, and one: all on half of the cores, with real gloo."""
     file = tmp_path / "ranks.json"
@@ -67,6 +68,7 @@ def test_ranks_that_are_no_numbers(icom: Icom, ranks: str) -> None:
     assert "--ranks takes numbers of processes from 1 up, as in 1,2" in result.err
 
 
+@pytest.mark.long
 def test_more_ranks_than_cores(icom: Icom) -> None:
     many = machine.usable_cores() + 1
     result = icom("bench", "--arch", "tiny", "--ranks", f"1,{many}")
@@ -81,6 +83,7 @@ def test_ranks_do_not_mix_with_other_comparisons(tmp_path: Path, icom: Icom) -> 
         assert "drop --sweep and --compare" in result.err
 
 
+@pytest.mark.long
 def test_rank_that_dies_ends_the_measurement(icom: Icom, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """At once, not when the others give up waiting, and with what it said."""
     (tmp_path / "sitecustomize.py").write_text("import os\nif os.environ.get('RANK') == '1': os._exit(3)\n")
@@ -198,6 +201,7 @@ def test_bad_input_is_named(arguments: list[str], message: str) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.skipif(bool(os.geteuid()) or not shutil.which("tc"), reason="needs root and iproute2")
 def test_real_allreduces_between_shaped_hosts(tmp_path: Path) -> None:
     """Both payloads go through the namespaces at no more than the rate, and nothing of the network stays."""

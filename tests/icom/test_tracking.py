@@ -51,7 +51,7 @@ def run_offline(tmp_path: Path, reporter: str) -> Result:
     arguments = train_arguments(output_dir=tmp_path / "out", report_to=reporter, hub_token=TOKEN, **VALIDATION)
     process = start_process(*arguments, HOME=str(home))
     try:
-        out, err = process.communicate(timeout=90)
+        out, err = process.communicate()
     finally:
         process.kill()
     assert process.returncode == 0, err
@@ -112,6 +112,7 @@ def test_wandb_works_offline(tmp_path: Path) -> None:
     assert "Traceback" not in result.err
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_no_keys")
 @pytest.mark.skipif(find_spec("comet_ml") is None, reason="comet_ml is not installed")
 def test_comet_works_offline(tmp_path: Path) -> None:

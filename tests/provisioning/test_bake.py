@@ -14,7 +14,7 @@ import pytest
 
 from provisioning import project
 from provisioning.install import UNPACK
-from tests.support.command import ROOT
+from tests.support.command import ROOT, long
 from tests.support.fake_ssh import Steps
 from tests.support.wire import Icom, Wire
 
@@ -163,42 +163,52 @@ def test_files_are_not_replaced_under_a_training(tmp_path: Path) -> None:
     assert (tmp_path / "icom/Makefile").read_bytes() == (ROOT / "Makefile").read_bytes()
 
 
+@pytest.mark.parametrize("which", [slice(0, 1), long(slice(1, None))], ids=str)
 @pytest.mark.parametrize("fault", ["error", "broken", "hang", "ctrl-c"])
-def test_fault_at_every_step_of_ssh_leaves_nothing(
-    fault: str, make: Icom, left: Left, steps: Steps, empty: Callable[[], None]
+def test_fault_at_a_step_of_ssh_leaves_nothing(
+    fault: str,
+    which: slice,
+    make: Icom,
+    left: Left,
+    steps: Steps,
+    empty: Callable[[], None],
+    subtests: pytest.Subtests,
 ) -> None:
     assert make("--cluster", "smooth", "--count", "2").code == 0
-    count = len(steps.done)
-    for at in range(count):
-        empty()
-        steps.meet_at(at, fault)
-        result = make("--cluster", f"s{at}-{fault}", "--count", "2")
-        where = f"{fault} at step {at} ({steps.done[-1]}): {result}"
-        assert result.code == (130 if fault == "ctrl-c" else 1), where
-        if fault == "error":
-            assert "no such luck" in result.err, where
-            assert "i-" in result.err, where
-        if fault == "hang":
-            assert re.search(r" \(i-[0-9a-f]+\): .*(no end after \d+ s of|timed out)", result.err), where
-        assert left(f"s{at}-{fault}") == [], where
-    print(f"\n{count} ssh steps of icom provision --count 2, {fault} at each: nothing was left")
+    for at, step in list(enumerate(steps.done))[which]:
+        with subtests.test(at=at, step=step):
+            empty()
+            steps.meet_at(at, fault)
+            result = make("--cluster", f"s{at}-{fault}", "--count", "2")
+            assert result.code == (130 if fault == "ctrl-c" else 1), result
+            if fault == "error":
+                assert "no such luck" in result.err
+                assert "i-" in result.err
+            if fault == "hang":
+                assert re.search(r" \(i-[0-9a-f]+\): .*(no end after \d+ s of|timed out)", result.err), result.err
+            assert left(f"s{at}-{fault}") == [], result
 
 
+@pytest.mark.long
 def test_second_call_completes_what_was_kept(
-    make: Icom, icom: Icom, nodes: Nodes, left: Left, steps: Steps, empty: Callable[[], None]
+    make: Icom,
+    icom: Icom,
+    nodes: Nodes,
+    left: Left,
+    steps: Steps,
+    empty: Callable[[], None],
+    subtests: pytest.Subtests,
 ) -> None:
     assert make("--cluster", "smooth", "--count", "1").code == 0
-    count = len(steps.done)
-    for at in range(count):
-        empty()
-        steps.meet_at(at, "error")
-        assert make("--cluster", "kept", "--keep_on_failure").code == 1
-        where = f"at step {at} ({steps.done[-1]})"
-        assert left("kept"), where
-        steps.meet_at(None, "")
-        again = make("--cluster", "kept")
-        assert again.code == 0, f"{where}: {again}"
-        assert [tags(node)["icom:role"] for node in nodes("kept")] == ["master"], where
+    for at, step in list(enumerate(steps.done)):
+        with subtests.test(at=at, step=step):
+            empty()
+            steps.meet_at(at, "error")
+            assert make("--cluster", "kept", "--keep_on_failure").code == 1
+            assert left("kept")
+            steps.meet_at(None, "")
+            again = make("--cluster", "kept")
+            assert again.code == 0, again
+            assert [tags(node)["icom:role"] for node in nodes("kept")] == ["master"]
     assert icom("teardown", "--yes", "--cluster", "kept", "--all_images").code == 0
     assert left("kept") == []
-    print(f"\n{count} ssh steps of icom provision --count 1, an error at each: a second call completed all")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import signal
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 
+from tests.support.command import long
 from tests.support.wire import Icom, Wire, remembered
 
 OPTIONS = ("--count", "2", "--placement_group", "--max_hours", "1")
@@ -21,6 +21,28 @@ FAULTS = {
     "ctrl-c": 1,
 }
 """What happens -> to how many attempts of the call. `timeout`: AWS does what it was asked, its answer is lost."""
+LOOKS = """
+    sts:GetCallerIdentity ssm:GetParameter servicequotas:GetServiceQuota api.pricing:GetProducts
+    ec2:DescribeInstanceTypes ec2:DescribeInstanceTypeOfferings ec2:DescribeSubnets
+""".split()
+"""Kinds of calls that a provision makes before it changes anything; most several times."""
+MAKES = """
+    ec2:CreateSecurityGroup ec2:AuthorizeSecurityGroupIngress ec2:ImportKeyPair ec2:CreatePlacementGroup
+    ec2:RunInstances ec2:StopInstances ec2:CreateImage ec2:TerminateInstances ec2:DescribeInstances
+    ec2:DescribeSecurityGroups ec2:DescribeKeyPairs ec2:DescribePlacementGroups ec2:DescribeImages
+""".split()
+"""Those that it makes then, too."""
+QUICK = "ec2:CreateImage"
+"""The one at which `make test` has a fault of each kind."""
+
+
+def at_each(faults: Iterable[str], operations: Iterable[str]) -> list[Any]:
+    """(fault, operation) for each of both."""
+    return [
+        (fault, operation) if operation == QUICK else long(fault, operation)
+        for fault in faults
+        for operation in operations
+    ]
 
 
 def reset(wire: Wire, at: int | None = None, fault: str = "", times: int = 0) -> None:
@@ -43,40 +65,43 @@ def calls(make: Icom, icom: Icom, wire: Wire) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_fault_at_every_call_leaves_nothing(
+def test_calls_are_those_that_meet_faults(calls: list[str]) -> None:
+    assert set(calls) == {*LOOKS, *MAKES}
+
+
+@pytest.mark.parametrize(("fault", "operation"), at_each(FAULTS, LOOKS + MAKES))
+def test_fault_at_a_call_leaves_nothing(
     fault: str,
+    operation: str,
     calls: list[str],
     make: Icom,
     wire: Wire,
     empty: Callable[[], None],
     left: Callable[[str], list[str]],
+    subtests: pytest.Subtests,
 ) -> None:
-    outcomes: Counter[str] = Counter()
     hangup = signal.getsignal(signal.SIGHUP)
-    for i, call in enumerate(calls):
-        empty()
-        cluster = f"c{i}-{fault.replace(' ', '-')}"
-        reset(wire, i, fault.partition(" ")[0], FAULTS[fault])
-        result = make("--cluster", cluster, *OPTIONS)
-        where = f"{fault} at call {i} ({call}): {result}"
-        reset(wire)
-        if result.code == 0:
-            assert fault != "ctrl-c", where
-            outcomes["completed"] += 1
-        else:
-            assert result.code == (130 if fault == "ctrl-c" else 1), where
-            assert "twice" not in fault, where
-            outcomes["failed, nothing left"] += 1
-            assert fault == "ctrl-c" or "icom: " in result.err, where
-            assert left(cluster) == [], where
+    for i in (i for i, call in enumerate(calls) if call == operation):
+        with subtests.test(call=i):
+            empty()
+            cluster = f"c{i}-{fault.replace(' ', '-')}"
+            reset(wire, i, fault.partition(" ")[0], FAULTS[fault])
+            result = make("--cluster", cluster, *OPTIONS)
+            reset(wire)
+            if result.code == 0:
+                assert fault != "ctrl-c"
+            else:
+                assert result.code == (130 if fault == "ctrl-c" else 1), result
+                assert "twice" not in fault, result
+                assert fault == "ctrl-c" or "icom: " in result.err, result
+                assert left(cluster) == [], result
     assert signal.getsignal(signal.SIGHUP) == hangup, "it is ignored while things are removed, and no longer"
-    print(f"\n{len(calls)} calls, {fault} at each: {dict(outcomes)}")
 
 
-@pytest.mark.parametrize("fault", ["refused", "timeout", "ctrl-c"])
+@pytest.mark.parametrize(("fault", "operation"), at_each(["refused", "timeout", "ctrl-c"], MAKES))
 def test_second_call_completes_what_was_kept(
     fault: str,
+    operation: str,
     calls: list[str],
     make: Icom,
     icom: Icom,
@@ -84,23 +109,19 @@ def test_second_call_completes_what_was_kept(
     empty: Callable[[], None],
     left: Callable[[str], list[str]],
     nodes: Callable[[str], list[dict[str, Any]]],
+    subtests: pytest.Subtests,
 ) -> None:
-    kept = 0
     first_that_makes = len(calls) - calls[::-1].index("ec2:CreateSecurityGroup") - 1  # before it came the rehearsal
-    for i, call in list(enumerate(calls))[first_that_makes:]:
-        empty()
-        cluster = f"k{i}-{fault}"
-        reset(wire, i, fault, FAULTS[fault])
-        first = make("--cluster", cluster, "--keep_on_failure", *OPTIONS)
-        kept += bool(first.code and left(cluster))
-        reset(wire)
-        where = f"{fault} at call {i} ({call}): {first}"
-        second = make("--cluster", cluster, *OPTIONS)
-        assert second.code == 0, f"{where}\nthen {second}"
-        assert sorted(tag["Value"] for n in nodes(cluster) for tag in n["Tags"] if tag["Key"] == "icom:role") == [
-            *("master", "worker-1"),
-        ], where
-    assert icom("teardown", "--yes", "--all_images", "--cluster", cluster).code == 0
-    assert left(cluster) == []
-    makers = len(calls) - first_that_makes
-    print(f"\n{makers} calls that make, {fault} at each: {kept} left something, a second provision completed all")
+    for i in (i for i, call in enumerate(calls) if call == operation and i >= first_that_makes):
+        with subtests.test(call=i):
+            empty()
+            cluster = f"k{i}-{fault}"
+            reset(wire, i, fault, FAULTS[fault])
+            first = make("--cluster", cluster, "--keep_on_failure", *OPTIONS)
+            reset(wire)
+            second = make("--cluster", cluster, *OPTIONS)
+            assert second.code == 0, f"{first}\nthen {second}"
+            roles = [tag["Value"] for n in nodes(cluster) for tag in n["Tags"] if tag["Key"] == "icom:role"]
+            assert sorted(roles) == ["master", "worker-1"], first
+            assert icom("teardown", "--yes", "--all_images", "--cluster", cluster).code == 0
+            assert left(cluster) == []

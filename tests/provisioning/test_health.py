@@ -28,6 +28,8 @@ from tests.support.command import ROOT
 from tests.support.hosts import HOME, INTERFACE, Cluster, Host, cluster
 from tests.support.mpi import finish, metrics, ranks, training_options
 
+pytestmark = pytest.mark.xdist_group("health")  # they share hosts that take long to make
+
 SSHD = (shutil.which("sshd", path="/usr/sbin:/usr/bin") or "sshd", "-f", "/run/ssh/config")
 SITE = Path(sysconfig.get_path("purelib"))
 AMX = "amx_bf16 amx_tile amx_int8"
@@ -50,7 +52,7 @@ class Nodes:
             HOME / ".ssh/id_ed25519",
             *map(json.dumps, lists),
         ]
-        return self.laptop.run(words, folder=ROOT, timeout=120)
+        return self.laptop.run(words, folder=ROOT)
 
     def typed(self, host: Host, line: str, shell: str = "bash") -> list[str]:
         """The command on the user's computer that types a line into a login shell of a node."""
@@ -111,6 +113,7 @@ def test_login_shells_find_everything_and_are_told_once(nodes: Nodes) -> None:
         assert file.read_text().count("environment.sh") == 2  # [ ! -f … ] || . …
 
 
+@pytest.mark.long
 def test_plain_accelerate_launch_under_mpirun(nodes: Nodes) -> None:
     """As the user types it, in a login shell of the master; a wrong MASTER_ADDR is put right by Accelerate itself."""
     config = yaml.safe_load(nodes.first.path(HOME / ".cache/huggingface/accelerate/default_config.yaml").read_text())
@@ -143,6 +146,7 @@ def test_healthy(nodes: Nodes) -> None:
     assert re.search(r"healthy: 3 nodes, .*AMX, clocks within \d+\.\d\d s", done.stdout)
 
 
+@pytest.mark.long
 def test_every_problem_of_every_node_is_named_at_once(nodes: Nodes) -> None:
     """The last test: the hosts stay as they are."""
     _, first, second = nodes.all

@@ -333,7 +333,7 @@ def test_signal_to_a_real_process(number: signal.Signals, moto: str, wire: Wire,
             out, err = process.stdout.read(), process.stderr.read()
             assert "Nothing of it is left" in out, err
             assert "removing what this call made" in err
-    code = process.wait(timeout=60)
+    code = process.wait()
     assert number == signal.SIGHUP or code == 130
     assert left(f"pending-{number.name.lower()}") == []
 

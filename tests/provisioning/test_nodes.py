@@ -8,6 +8,7 @@ import signal
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 from tests.support.box import Box, put_host_key, run_sshd
@@ -22,7 +23,7 @@ def test_three_nodes_that_mpirun_can_use(box: Box, tmp_path: Path) -> None:
     box.install_in_base_image()
     box.put_command_in_base_image("systemctl", LATE_RELOAD)
     with box.start_provision("box", "--count", "3", "--no_bake") as process:
-        out, _ = process.communicate(timeout=120)
+        out, _ = process.communicate()
     assert process.returncode == 0, out
     for told in ("master: booting", "worker-2: making a host key of its own", "all nodes: health: .*"):
         assert re.search(rf"^ +\d+ s  {told}: done in \d+ s$", out, re.MULTILINE), "who did what, how long"
@@ -66,7 +67,7 @@ def test_three_nodes_that_mpirun_can_use(box: Box, tmp_path: Path) -> None:
     assert (tmp_path / "back/a b.txt").read_text() == "x"
 
     with box.start_provision("box", "--count", "3", "--no_bake") as again:
-        out, _ = again.communicate(timeout=120)
+        out, _ = again.communicate()
     assert again.returncode == 0, out
     assert "Nothing to do" in out
     assert "made itself" not in out
@@ -76,7 +77,7 @@ def test_three_nodes_that_mpirun_can_use(box: Box, tmp_path: Path) -> None:
     put_host_key(second, HostKey.new())
     run_sshd(second)
     with box.start_provision("box", "--count", "3", "--no_bake") as impostor:
-        out, _ = impostor.communicate(timeout=120)
+        out, _ = impostor.communicate()
     assert impostor.returncode == 1
     assert f"worker-2 at {second.address} is not i-" in out
     assert "Nothing was sent to it" in out
@@ -87,11 +88,12 @@ def test_three_nodes_that_mpirun_can_use(box: Box, tmp_path: Path) -> None:
     assert not folder.exists()
 
 
+@pytest.mark.long
 def test_node_that_cannot_be_reached_takes_everything_with_it(box: Box) -> None:
     """Nobody boots the second instance. The message names it; nothing is left of either."""
     box.do_not_boot(1)
     with box.start_provision("mute", "--count", "2", "--no_bake", "--wait_minutes", "0.05") as process:
-        out, _ = process.communicate(timeout=120)
+        out, _ = process.communicate()
     assert process.returncode == 1
     assert "worker-1 (i-" in out
     assert "cannot be reached by ssh" in out
@@ -106,18 +108,19 @@ def test_node_that_cannot_be_reached_takes_everything_with_it(box: Box) -> None:
                 break
         process.send_signal(signal.SIGINT)
         out = process.stdout.read()
-        assert process.wait(timeout=120) == 130
+        assert process.wait() == 130
     assert "Nothing of it is left" in out
     assert box.tagged("mute") == []
 
 
+@pytest.mark.long
 def test_fault_at_every_ssh_step(box: Box) -> None:
     """A step that fails, a connection that breaks after one: the next call completes the set-up."""
     box.install_in_base_image()
     with box.start_provision("steps", "--count", "2", "--no_bake") as process:
-        out, _ = process.communicate(timeout=120)
+        out, _ = process.communicate()
     assert process.returncode == 0, out
     words = [sys.executable, "-m", "tests.support.faulty_steps", "steps"]
-    done = box.laptop.run(words, box.environment, ROOT, timeout=300)
+    done = box.laptop.run(words, box.environment, ROOT)
     assert done.returncode == 0, done
     print(done.stdout)

@@ -215,9 +215,17 @@ def test_life(
     assert left("mine") == left("other") == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["refused", "timeout", "ctrl-c"])
 def test_fault_at_every_new_call_leaves_this_instance_as_it_was(
-    fault: str, make: Icom, icom: Icom, master: Master, wire: Wire, left: Left, empty: Callable[[], None]
+    fault: str,
+    make: Icom,
+    icom: Icom,
+    master: Master,
+    wire: Wire,
+    left: Left,
+    empty: Callable[[], None],
+    subtests: pytest.Subtests,
 ) -> None:
     assert make("--cluster", "smooth", "--count", "2").code == 0
     calls = list(wire.calls)
@@ -225,20 +233,21 @@ def test_fault_at_every_new_call_leaves_this_instance_as_it_was(
         operation = call.partition(":")[2]
         if operation not in NEW_CALLS or (fault != "refused" and operation not in NEW_MAKERS):
             continue
-        empty()
-        master.start()
-        wire.calls.clear()
-        wire.at, wire.fault, wire.times = at, fault, 1 if fault == "ctrl-c" else 1000
-        result = make("--cluster", "faulty", "--count", "2")
-        wire.at = None
-        where = f"{fault} at call {at} ({call}): {result}"
-        assert wire.calls[at] == call, where
-        assert result.code == (130 if fault == "ctrl-c" else 1), where
-        assert left("faulty") == [], where
-        assert master.is_as_it_was(), where
-        assert "TerminateInstances" not in [n for n, p in wire.requests if master.id in p.get("InstanceIds", [])], where
+        with subtests.test(at=at, call=call):
+            empty()
+            master.start()
+            wire.calls.clear()
+            wire.at, wire.fault, wire.times = at, fault, 1 if fault == "ctrl-c" else 1000
+            result = make("--cluster", "faulty", "--count", "2")
+            wire.at = None
+            assert wire.calls[at] == call
+            assert result.code == (130 if fault == "ctrl-c" else 1), result
+            assert left("faulty") == [], result
+            assert master.is_as_it_was(), result
+            assert "TerminateInstances" not in [n for n, p in wire.requests if master.id in p.get("InstanceIds", [])]
 
 
+@pytest.mark.long
 def test_fault_at_steps_on_this_instance(make: Icom, icom: Icom, master: Master, left: Left, steps: Steps) -> None:
     """The image is made once: faults on the way to it are those of test_bake.py, but for the first."""
     steps.at, steps.fault = 0, "ctrl-c"
@@ -261,6 +270,7 @@ def test_fault_at_steps_on_this_instance(make: Icom, icom: Icom, master: Master,
         assert master.is_as_it_was(), steps.done[-1]
 
 
+@pytest.mark.long
 def test_raw_image_goes_with_teardown_and_with_the_next_call(
     make: Icom, icom: Icom, master: Master, ec2: Any, left: Left, steps: Steps
 ) -> None:
@@ -363,10 +373,8 @@ def test_here_is_like_a_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert step(here, node, "pwd; echo ${MASTER_ADDR-none}; cat", check).split() == [str(tmp_path), "none"]
     with pytest.raises(IcomError, match=r"master \(i-1\): exit code 3 of: .*\n  no such luck"):
         step(here, node, "echo no such luck >&2; exit 3", check)
-    began = time.monotonic()
     with pytest.raises(IcomError, match=r"no end after 0.2 s"):
-        step(here, node, "sleep 60; true", check, 0.2)  # type: ignore[arg-type]
-    assert time.monotonic() - began < 10
+        step(here, node, "sleep 36000; true", check, 0.2)  # type: ignore[arg-type]
 
 
 def test_ctrl_c_at_the_terminal_does_not_reach_the_step(tmp_path: Path) -> None:

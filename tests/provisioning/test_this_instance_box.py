@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 import sys
 
+import pytest
+
 from provisioning import project
 from tests.support import disk
 from tests.support.box import UBUNTU, Box
@@ -35,6 +37,7 @@ server.serve_forever()
 """Its metadata service: tests/provisioning/test_this_instance.py has one that is strict."""
 
 
+@pytest.mark.long
 def test_mpirun_on_this_instance_reaches_a_worker_made_from_its_disk(box: Box) -> None:
     """The set-up ends with a sum over both by mpirun. What was secret on the disk is not on the worker's."""
     box.install_in_base_image()

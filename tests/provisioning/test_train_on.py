@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -35,6 +34,9 @@ from tests.support.command import ROOT, Result
 from tests.support.hosts import HOME, Cluster, Host, cluster
 from tests.support.mpi import ranks
 from tests.support.namespaces import Command
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.xdist_group("train --on")  # they share hosts that take long to make
 
 REGION = "eu-central-1"
 INSTANCES = """
@@ -96,7 +98,7 @@ class Box:
     def train(self, **options: object) -> tuple[int, str]:
         """To its end: exit code, and what it said."""
         with self.start(**options) as command:
-            said, _ = command.communicate(timeout=120)
+            said, _ = command.communicate()
         return command.returncode, said
 
 
@@ -259,13 +261,6 @@ def test_inputs_are_on_all_nodes_byte_for_byte_and_travel_once(box: Box, learned
     assert steps == [1, 2, 3, 4]
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 90
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
 def wait_for_steps(box: Box, process: Command, name: str) -> None:
     """Until the run that writes to a folder of that name has made two steps."""
 
@@ -277,6 +272,7 @@ def wait_for_steps(box: Box, process: Command, name: str) -> None:
     wait_until(there)
 
 
+@pytest.mark.long
 def test_ctrl_c_saves_and_fetches_and_nobody_trains_beside(box: Box, shared: Path, photos: Path) -> None:
     output = shared / "long"
     with box.start(train_data_dir=photos, output_dir=output, max_train_steps=HOUR_LONG) as process:
@@ -284,7 +280,7 @@ def test_ctrl_c_saves_and_fetches_and_nobody_trains_beside(box: Box, shared: Pat
         code, said = box.train(train_data_dir=photos, output_dir=shared / "second")
         assert (code, "A training runs on box already" in said) == (2, True), said
         process.send_signal(signal.SIGINT)
-        said, _ = process.communicate(timeout=120)
+        said, _ = process.communicate()
     assert process.returncode == 130, said
     (checkpoint,) = output.glob("checkpoint-*")
     steps = (output / "metrics.jsonl").read_text().splitlines()
@@ -292,13 +288,14 @@ def test_ctrl_c_saves_and_fetches_and_nobody_trains_beside(box: Box, shared: Pat
     assert not any(ranks(host) for host in box.nodes)
 
 
+@pytest.mark.long
 def test_lost_connection_leaves_the_training_alone(box: Box, shared: Path, photos: Path) -> None:
     """The lines that icom then prints are those that see, stop and fetch it."""
     output, master = shared / "long" / "lost", box.nodes[0]
     with box.start(train_data_dir=photos, output_dir=output, max_train_steps=HOUR_LONG) as process:
         wait_for_steps(box, process, output.name)
         master.kill_sshd()
-        said, _ = process.communicate(timeout=60)
+        said, _ = process.communicate()
     with master.path("/run/ssh/config").open("a") as settings:  # as systems have it, for scp
         settings.write("Subsystem sftp internal-sftp\n")
     master.start_sshd()

@@ -99,13 +99,13 @@ class Box:
         """Where moto tells what happens."""
         return self.folder / "ec2" / "told"
 
-    def icom(self, *arguments: str, timeout: float = 120) -> CompletedProcess[str]:
+    def icom(self, *arguments: str) -> CompletedProcess[str]:
         """Run icom on the laptop."""
-        return self.python("-m", "icom", *arguments, timeout=timeout)
+        return self.python("-m", "icom", *arguments)
 
-    def python(self, *arguments: str, timeout: float = 120) -> CompletedProcess[str]:
+    def python(self, *arguments: str) -> CompletedProcess[str]:
         """Run Python on the laptop."""
-        return self.laptop.run([sys.executable, *arguments], self.environment, ROOT, timeout)
+        return self.laptop.run([sys.executable, *arguments], self.environment, ROOT)
 
     def start_provision(self, name: str, *options: str) -> Command:
         """Start `icom provision` on the laptop."""

@@ -5,9 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import warm as warm_start
 
 ROOT = Path(__file__).parents[2]
 TRAIN = {
@@ -57,6 +62,11 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
+def long(*values: object) -> Any:
+    """A row of parametrize that `make test` leaves out."""
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
 def train_arguments(**options: object) -> list[str]:
     """`train` with TRAIN's options, changed by `options`; True is a bare flag, None drops the option."""
     arguments = ["train"]
@@ -68,12 +78,27 @@ def train_arguments(**options: object) -> list[str]:
     return arguments
 
 
-def start_process(*arguments: str, **environment: str) -> subprocess.Popen[str]:
-    """Start `icom` in a process of its own, from the root of the repository."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "icom", *arguments],
-        cwd=ROOT,
-        env=os.environ | environment,
+def start_process(*arguments: str, cold: bool = False, **environment: str) -> subprocess.Popen[str]:
+    """Start `icom` in a process of its own, from the root of the repository; `cold` where starting up matters."""
+    return start_python("-m", "icom", *arguments, cold=cold, environment=os.environ | environment)
+
+
+def start_python(
+    *arguments: str, environment: Mapping[str, str], folder: Path = ROOT, cold: bool = False
+) -> subprocess.Popen[str]:
+    """Start Python, from a process that has imported what icom is made of where that makes no difference.
+
+    Args:
+        arguments: -m MODULE or -c CODE, and what follows.
+        environment: all of it.
+        folder: to stand in.
+        cold: start a fresh interpreter.
+    """
+    warm = not cold and warm_start.can_start(environment)
+    return (warm_start.WarmProcess if warm else subprocess.Popen[str])(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -179,12 +179,12 @@ class Host:
         words: Sequence[str | Path],
         env: Mapping[str, str] | None = None,
         folder: str | Path | None = None,
-        timeout: float = 60,
+        timeout: float | None = None,
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on this host to its end, as `command` explains; output and errors apart.
 
         Raises:
-            subprocess.TimeoutExpired: after `timeout` seconds; the command was killed.
+            subprocess.TimeoutExpired: after `timeout` seconds, if there is one; the command was killed.
         """
         with self.start(words, env, folder, errors=subprocess.PIPE) as started:
             output, errors = started.communicate(timeout=timeout)

@@ -21,8 +21,6 @@ from tests.support.namespaces import Command
 BIN = Path(sys.executable).parent
 OUTPUT = "/tmp/learned"
 """On every host's own disk."""
-ENDS_WITHIN = 60
-"""Seconds after which, at the latest, nobody waits any more for a host that is gone."""
 
 ENVIRONMENT = {
     "PATH": os.pathsep.join([str(BIN), os.environ.get("PATH", os.defpath)]),
@@ -137,10 +135,10 @@ def _need(mpirun: str) -> None:
         pytest.skip(f"{mpirun} is not installed (make test installs it, as root on Debian or Ubuntu)")
 
 
-def finish(command: Command, within: float = 240) -> Run:
+def finish(command: Command) -> Run:
     """Wait for its end."""
     with command:
-        said, _ = command.communicate(timeout=within)
+        said, _ = command.communicate()
     return Run(command.returncode, said)
 
 

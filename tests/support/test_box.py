@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from provisioning.hostkeys import make_key
 from provisioning.userdata import user_data
 from tests.support.box import Box
@@ -72,6 +74,7 @@ print(json.dumps({**seen, "names": [image, builder, node]}))
 PROJECT = ("Makefile", "icom/setup_env.py", "pyproject.toml", "constraints.txt", "environment.yml")
 
 
+@pytest.mark.long
 def test_what_is_set_up_reaches_the_nodes_that_start_from_its_image(box: Box, tmp_path: Path) -> None:
     client = HostKey.new()
     (tmp_path / "client").touch(mode=0o600)
@@ -83,7 +86,7 @@ def test_what_is_set_up_reaches_the_nodes_that_start_from_its_image(box: Box, tm
         (tmp_path / name).write_text(user_data(key, authorized[name], None))
         (tmp_path / f"{name}.pub").write_text(key.public)
     words = [sys.executable, "-c", BY_HAND, box.subnet, *(tmp_path / name for name in ("client", "first", "second"))]
-    done = box.laptop.run(words, box.environment, tmp_path, timeout=120)
+    done = box.laptop.run(words, box.environment, tmp_path)
     assert done.returncode == 0, done
     seen = json.loads(done.stdout)
     image, builder, node = seen["names"]

@@ -8,8 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import pytest
 from tests.support.command import ROOT
 from tests.support.hosts import HOME, Cluster, Host, HostKey, cluster
 from tests.support.namespaces import ClusterError
+from tests.support.waiting import wait_until
 
 ENV = {"PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"}
 pytestmark = pytest.mark.usefixtures("hosts_possible")
@@ -35,13 +35,6 @@ def output(host: Host, *words: str | Path) -> str:
     done = host.run(words, ENV)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_each_is_a_machine_of_its_own(hosts: Cluster) -> None:
@@ -79,7 +72,7 @@ def test_sshd_and_link_can_fail_and_come_back(hosts: Cluster) -> None:
     session = first.start(["ssh", "node1", "echo begun; exec sleep 1000"], ENV)
     assert session.stdout and session.stdout.readline() == "begun\n"
     assert len(second.kill_sshd()) >= 2  # listener and session
-    session.communicate(timeout=60)
+    session.communicate()
     assert session.returncode == 255
     assert first.run([*QUICK_SSH, "node1", "true"], ENV).returncode == 255
     assert second.processes("sleep 1000")  # what a session started outlives sshd
@@ -98,7 +91,7 @@ def test_a_signal_reaches_the_command(hosts: Cluster) -> None:
         assert not hosts[1].processes("^sleep 999")
         started.send_signal(signal.SIGINT)
         assert started.stdout.readline() == "caught\n"
-        assert started.wait(60) == 3
+        assert started.wait() == 3
     with pytest.raises(subprocess.TimeoutExpired):
         hosts[0].run(["sleep", "998"], ENV, timeout=0.2)
     assert not hosts[0].processes("^sleep 998")
@@ -190,7 +183,7 @@ def test_nothing_stays_behind(way: str, hosts: Cluster) -> None:
         assert state() != before
         for pid in machine.processes("tests.support.hosts"):
             os.kill(pid, number)
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate()
     expected = {"an error": "ZeroDivisionError", "a host c": "name too long", "Ctrl-C i": "KeyboardInterrupt"}
     assert expected.get(way[:8], "") in said
     if number == signal.SIGKILL:  # nobody was left to wait for the end

@@ -50,7 +50,7 @@ def command(icom: Command) -> Command:
         if backend == "cpu":
             return icom(*arguments, "--backend", backend)
         with start_process(*arguments, "--backend", backend) as process:
-            out, err = process.communicate(timeout=300)
+            out, err = process.communicate()
             return Result(process.returncode, out, err)
 
     return run

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.command import long
 from tests.support.hosts import HOME, Cluster, Host, cluster
-from tests.support.mpi import ENDS_WITHIN, HOSTS_FILE, OUTPUT, finish, launch, metrics, ranks, start, write_hosts_file
+from tests.support.mpi import HOSTS_FILE, OUTPUT, finish, launch, metrics, ranks, start, write_hosts_file
+from tests.support.waiting import wait_until
 
 HOUR_LONG = 100_000  # steps
 PICTURES = "/tmp/pictures"
@@ -24,13 +25,6 @@ STEPS_BEFORE, STEPS_AFTER = 4, 3
 def hosts(hosts_possible: None) -> Iterator[Cluster]:
     with cluster(3) as made:
         yield made
-
-
-def wait_until(condition: Callable[[], bool], within: float) -> None:
-    deadline = time.monotonic() + within
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def kill_rank(host: Host) -> None:
@@ -46,19 +40,19 @@ def cut_link(host: Host) -> None:
     host.link_down()
 
 
-@pytest.mark.parametrize("happens", [kill_rank, kill_sshd, cut_link])
+@pytest.mark.parametrize("happens", [kill_rank, long(kill_sshd), long(cut_link)])
 def test_all_end_together_and_the_others_go_on(happens: Callable[[Host], None], hosts: Cluster) -> None:
     first, victim, third = hosts
     output = f"/tmp/{happens.__name__}"
     command = start(hosts, output_dir=output, max_train_steps=HOUR_LONG, checkpointing_steps=2)
     try:
-        wait_until(lambda: len(metrics(first, output)) >= STEPS_BEFORE or command.poll() is not None, 240)
+        wait_until(lambda: len(metrics(first, output)) >= STEPS_BEFORE or command.poll() is not None)
         assert command.poll() is None, finish(command).said
         assert all(ranks(host) for host in hosts)
         happens(victim)
-        run = finish(command, ENDS_WITHIN)
+        run = finish(command)
         # The host that is cut off notices it by itself.
-        wait_until(lambda: not any(ranks(host) for host in hosts), ENDS_WITHIN)
+        wait_until(lambda: not any(ranks(host) for host in hosts))
     finally:
         victim.link_up()
         if not victim.processes("sshd.*listener"):
@@ -101,6 +95,7 @@ def nothing_trained(hosts: Cluster) -> None:
     assert not any(ranks(host) or host.path(OUTPUT).exists() for host in hosts)
 
 
+@pytest.mark.long
 def test_another_torch_ends_the_run_before_it_trains(hosts: Cluster, odd: dict[str, str]) -> None:
     run = finish(start(hosts, variables=odd))
     told = run.told()
@@ -109,6 +104,7 @@ def test_another_torch_ends_the_run_before_it_trains(hosts: Cluster, odd: dict[s
     nothing_trained(hosts)
 
 
+@pytest.mark.long
 def test_other_pictures_end_the_run_before_it_trains(hosts: Cluster, odd: dict[str, str]) -> None:
     run = finish(start(hosts, train_data_dir=PICTURES))
     told = run.told()

@@ -208,7 +208,7 @@ def test_mpirun_gets_command_and_environment_and_gives_its_exit_code(
         str(accelerate_config),
     ]
     process = start_process("launch", "mpirun", *options, "--", *TRAINING)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate()
     assert process.returncode == 7, err
     master, _, given = out.strip().partition(" ")
     port = master.removeprefix("127.0.0.1:")
@@ -225,7 +225,7 @@ def test_what_a_check_finds_starts_nothing(
     options = ["--hosts", str(hosts_file), "--mpi", "mpich", "--accelerate_config", str(accelerate_config)]
     training = train_arguments(train_data_dir=tmp_path / "none")[1:]
     process = start_process("launch", "mpirun", *options, "--", *training)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate()
     assert (process.returncode, out) == (1, "")
     assert "localhost" in err
     assert "No such picture folder" in err

@@ -15,6 +15,8 @@ from tests.support.hosts import HOME, Cluster, Host, cluster
 from tests.support.mpi import MPICH, OUTPUT, Run, finish, launch, metrics, ranks, start, write_hosts_file
 from tests.support.namespaces import Command
 
+pytestmark = pytest.mark.xdist_group("training on hosts")  # they share hosts that take long to make
+
 GLOBAL_BATCH = 6
 VARIANTS = 10  # of the bundled pictures: five, and each mirrored
 # The order in which float32 gradients are summed differs; losses and rows are of the order of 1 and 0.01.
@@ -80,11 +82,13 @@ def test_each_host_keeps_the_latents_on_its_own_disk(hosts: Cluster, on_three: L
     assert computed(on_three.run) == VARIANTS
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [1, 2])
 def test_as_on_fewer_hosts(count: int, hosts: Cluster, on_three: Learned) -> None:
     same(on_three, end_of(start(hosts[:count], train_batch_size=GLOBAL_BATCH // count), hosts[0]))
 
 
+@pytest.mark.long
 def test_mpich_and_a_shared_disk(hosts: Cluster, on_three: Learned, shared: Path) -> None:
     learned = end_of(start(hosts, MPICH, train_batch_size=GLOBAL_BATCH // 3, cache_dir=shared), hosts[0])
     same(on_three, learned)
@@ -93,6 +97,7 @@ def test_mpich_and_a_shared_disk(hosts: Cluster, on_three: Learned, shared: Path
     assert computed(learned.run) <= 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mpi", ["intel", "openmpi"])
 def test_icom_launch(mpi: str, hosts: Cluster, on_three: Learned) -> None:
     write_hosts_file(hosts)

@@ -130,6 +130,7 @@ def test_every_word_of_the_world_is_a_token(tmp_path: Path) -> None:
             assert len(tokenizer.encode(word, add_special_tokens=False)) == 1, word
 
 
+@pytest.mark.long
 def test_training_is_reproducible(tmp_path: Path) -> None:
     """The whole build, in a few steps each, twice: the same bytes."""
     files = []
@@ -143,12 +144,14 @@ def test_training_is_reproducible(tmp_path: Path) -> None:
     assert files[0] == files[1]
 
 
+@pytest.mark.long
 def test_judge_knows_the_world() -> None:
     accuracy = judge_accuracy(1000, seed=7)
     for head in HEADS:
         assert accuracy[head] >= 0.98, head
 
 
+@pytest.mark.long
 def test_judge_sees_nothing_where_nothing_is() -> None:
     rng = random.Random(4)
     scenes = [random_scene(rng, EVERYTHING) for _ in range(40)]

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from icom.errors import IcomError, Stopped
 from icom.files import make_writable_folder, write_atomically
 from icom.group import Group, Lost, joined
 from icom.images import list_pictures
+from icom.lock import only_run_in
 from icom.objective import diffusion_loss
 from icom.report import Metrics, running_mean
 from icom.results import finish, say_start, validate
@@ -54,19 +56,26 @@ def train(config: TrainConfig) -> None:
 
     Raises:
         UsageError: options that do not fit together or with the model.
-        IcomError: pictures, model, checkpoint or disk are no good, the loss diverged, or another process is gone.
+        IcomError: pictures, model, checkpoint or disk are no good, the loss diverged, another process is gone, or
+            another run writes to --output_dir.
         Stopped: a signal came; a checkpoint was saved.
     """
     keep_freed_memory()
     began = time.monotonic()
-    with joined(find_place(os.environ)) as group:
-        finish_run = _train(config, group)
-    if finish_run:  # the other processes need not wait for pictures
-        finish_run(began)
+    with ExitStack() as until_all_is_written:
+        with joined(find_place(os.environ)) as group:
+            finish_run = _train(config, group, until_all_is_written)
+        if finish_run:  # the other processes need not wait for pictures
+            finish_run(began)
 
 
-def _train(config: TrainConfig, group: Group) -> Callable[[float], None] | None:
+def _train(config: TrainConfig, group: Group, until_all_is_written: ExitStack) -> Callable[[float], None] | None:
     """All that the processes do together.
+
+    Args:
+        config: checked.
+        group: the processes.
+        until_all_is_written: rank 0 holds the lock of --output_dir by it.
 
     Returns:
         What is left to rank 0: to write the results, given the time of the start.
@@ -92,6 +101,7 @@ def _train(config: TrainConfig, group: Group) -> Callable[[float], None] | None:
     output = Path(config.output_dir)
     if group.leads:
         make_writable_folder(output)
+        until_all_is_written.enter_context(only_run_in(output))
     resumed = _read_checkpoint(config, output, group)
     source = models.find(
         config.pretrained_model_name_or_path,

@@ -1,17 +1,20 @@
 """Checkpoints: everything from which a run goes on bit-exactly, in safetensors and JSON.
 
 A checkpoint is a folder `checkpoint-N` with `state.safetensors` (rows and optimizer moments) and `state.json`. It is
-written under a temporary name, synced and renamed: a folder of that name is complete.
+written under a temporary name, synced and renamed, and renamed before it is deleted: a folder of that name is complete,
+whenever the process is killed.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
 import shutil
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,9 +24,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from icom.errors import IcomError
-from icom.files import sync_folder, write_error
+from icom.files import exchange, sync_folder, write_error
 
 _TENSORS, _STATE = "state.safetensors", "state.json"
+_TEMPORARY = ".tmp"
+"""Ends the name of a folder that is not complete yet, or no longer wanted."""
+_ASIDE = ".old"
+"""Ends the name of a complete one whose successor is about to take its place."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +85,7 @@ def save_checkpoint(output: Path, state: State, identity: Identity, settings: di
     tensors, document = encode(state, identity)
     document |= {"config": settings, "versions": versions()}
     target = output / f"checkpoint-{state.step}"
-    temporary = output / f".{target.name}.tmp"
+    temporary = target.with_name(f".{target.name}{_TEMPORARY}")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
@@ -88,21 +95,53 @@ def save_checkpoint(output: Path, state: State, identity: Identity, settings: di
                 file.flush()
                 os.fsync(file.fileno())
         sync_folder(temporary)
-        if target.exists():  # a run that resumed from further back comes by here again
-            shutil.rmtree(target)
-        temporary.rename(target)
+        _put_in_place(temporary, target)
         sync_folder(output)
     except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
+        mend_checkpoints(output)
         raise write_error(target, error) from error
+    shutil.rmtree(temporary, ignore_errors=True)  # what the target was before
     return target
+
+
+def _put_in_place(new: Path, target: Path) -> None:
+    """Give a checkpoint its name. If there is one of that name already, it is `new` afterwards.
+
+    A run that resumed from further back comes by here again.
+    """
+    if not target.exists():
+        new.rename(target)
+    elif not exchange(new, target):
+        aside = target.with_name(f".{target.name}{_ASIDE}")
+        target.rename(aside)
+        new.rename(target)
+        aside.rename(new)
+
+
+def mend_checkpoints(output: Path) -> None:
+    """Finish what a process did not come to that was killed while it saved or deleted; no run may be writing.
+
+    Raises nothing: what cannot be mended is in nobody's way.
+    """
+    with suppress(OSError):
+        for aside in output.glob(f".checkpoint-*{_ASIDE}"):
+            target = aside.with_name(aside.name[1:].removesuffix(_ASIDE))
+            if target.exists():
+                shutil.rmtree(aside, ignore_errors=True)
+            else:
+                aside.rename(target)
+    for rest in output.glob(f".checkpoint-*{_TEMPORARY}"):
+        shutil.rmtree(rest, ignore_errors=True)
 
 
 def delete_old_checkpoints(output: Path, keep: int, step: int) -> None:
     """Delete all but the `keep` newest checkpoints and that of `step` (newer ones may lie there from before)."""
     for old in list_checkpoints(output)[:-keep]:
         if old.name != f"checkpoint-{step}":
-            shutil.rmtree(old, ignore_errors=True)
+            rest = old.with_name(f".{old.name}{_TEMPORARY}")
+            with suppress(OSError):
+                old.rename(rest)
+                shutil.rmtree(rest, ignore_errors=True)
 
 
 def list_checkpoints(output: Path) -> list[Path]:
@@ -120,13 +159,13 @@ def find_checkpoint(output: Path, wanted: str) -> Path | None:
 
     Args:
         output: --output_dir.
-        wanted: `latest`, a folder, or the name of a checkpoint in `output`.
+        wanted: `latest` (the newest that is complete), a folder, or the name of a checkpoint in `output`.
 
     Raises:
-        IcomError: no such folder.
+        IcomError: no such folder, or none that is complete.
     """
     if wanted == "latest":
-        return next(reversed(list_checkpoints(output)), None)
+        return _latest(output)
     for candidate in (Path(wanted).expanduser(), output / wanted):
         if candidate.is_dir():
             return candidate
@@ -135,6 +174,23 @@ def find_checkpoint(output: Path, wanted: str) -> Path | None:
         f"No such checkpoint: {wanted}. In {output}: {there}. Name another one or `latest`, or drop "
         "--resume_from_checkpoint to start anew."
     )
+
+
+def _latest(output: Path) -> Path | None:
+    """The newest complete checkpoint, with word of those that it passes over; None where there are none at all.
+
+    Raises:
+        IcomError: there are some, and none is complete.
+    """
+    there = list_checkpoints(output)
+    for folder in reversed(there):
+        lacking = [name for name in (_TENSORS, _STATE) if not (folder / name).is_file()]
+        if not lacking:
+            return folder
+        print(f"icom: passing over {folder}: it is not complete (no {' and no '.join(lacking)}).", file=sys.stderr)
+    if there:
+        raise IcomError(f"No checkpoint in {output} is complete. Drop --resume_from_checkpoint to start anew.")
+    return None
 
 
 def load_checkpoint(folder: Path) -> tuple[State, Identity]:
@@ -221,6 +277,7 @@ def set_aside_checkpoints(output: Path) -> None:
     )
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     """Of what the numbers depend on."""
     from importlib.metadata import version

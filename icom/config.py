@@ -154,7 +154,7 @@ class TrainConfig:
     checkpoints_total_limit: int | None = None
     """Keep only so many checkpoints, the newest (and one more until the next step proves the newest good)."""
     resume_from_checkpoint: str | None = None
-    """A checkpoint folder, or `latest` (starts anew where --output_dir has none). Resuming is bit-exact."""
+    """A checkpoint folder, or `latest`: the newest complete one; it starts anew where there is none. Bit-exact."""
 
     # Watching it.
     validation_prompt: str | None = None

@@ -27,6 +27,7 @@ from icom.checkpoint import (
     find_checkpoint,
     list_checkpoints,
     load_checkpoint,
+    mend_checkpoints,
     save_checkpoint,
     set_aside_checkpoints,
     versions,
@@ -102,6 +103,7 @@ def _train(config: TrainConfig, group: Group, until_all_is_written: ExitStack) -
     if group.leads:
         make_writable_folder(output)
         until_all_is_written.enter_context(only_run_in(output))
+        mend_checkpoints(output)
     resumed = _read_checkpoint(config, output, group)
     source = models.find(
         config.pretrained_model_name_or_path,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -29,6 +30,8 @@ from icom.files import exchange, sync_folder, write_error
 _TENSORS, _STATE = "state.safetensors", "state.json"
 _TEMPORARY = ".tmp"
 """Ends the name of a folder that is not complete yet, or no longer wanted."""
+VALIDATION = "validation"
+"""The folder of validation pictures in --output_dir."""
 _ASIDE = ".old"
 """Ends the name of a complete one whose successor is about to take its place."""
 
@@ -258,23 +261,45 @@ def differences(saved: Identity, now: Identity) -> list[str]:
     return found
 
 
-def set_aside_checkpoints(output: Path) -> None:
-    """Move an earlier run's checkpoints away, so that `latest` never mixes two runs; nothing is deleted."""
-    earlier = list_checkpoints(output)
-    if not earlier:
+def set_aside(output: Path, step: int = 0) -> None:
+    """Move what another run left away, so that two runs never mix; nothing is deleted.
+
+    Args:
+        output: --output_dir.
+        step: the run goes on after it: embeddings and validation pictures up to there are its own, and so are all
+            checkpoints. 0: a new run, to which nothing belongs.
+    """
+    embeddings, validation = "learned_embeds-steps-*.safetensors", f"{VALIDATION}/step-*.png"
+    groups = {
+        "checkpoint(s)": [] if step else list_checkpoints(output),
+        "embedding(s)": [path for path in output.glob(embeddings) if _step_of(path) > step],
+        "validation picture(s)": [path for path in output.glob(validation) if _step_of(path) > step],
+    }
+    if not any(groups.values()):
         return
     folder = output / "earlier" / time.strftime("%Y%m%d-%H%M%S")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for path in earlier:
-            path.rename(folder / path.name)
+        for path in itertools.chain(*groups.values()):
+            target = folder / path.relative_to(output)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            path.rename(target)
     except OSError as error:
         raise write_error(folder, error) from error
-    print(
-        f"icom: moved {len(earlier)} checkpoint(s) of an earlier run to {folder} "
-        "(to continue such a run: --resume_from_checkpoint latest).",
-        file=sys.stderr,
-    )
+    moved = " and ".join(f"{len(paths)} {what}" for what, paths in groups.items() if paths)
+    if step:
+        print(f"icom: moved {moved} of steps after {step}, which are done again, to {folder}.", file=sys.stderr)
+    else:
+        print(
+            f"icom: moved {moved} of an earlier run to {folder} (to continue such a run: --resume_from_checkpoint "
+            "latest).",
+            file=sys.stderr,
+        )
+
+
+def _step_of(path: Path) -> int:
+    """N of learned_embeds-steps-N.safetensors and step-N.png; 0 if it is none of a run's."""
+    number = path.stem.rpartition("-")[2]
+    return int(number) if number.isdecimal() else 0
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from tqdm import tqdm
 
 from icom import hub, models, tracking
-from icom.checkpoint import State
+from icom.checkpoint import VALIDATION, State
 from icom.embedding import save_embedding
 from icom.errors import IcomError
 from icom.files import make_writable_folder, write_atomically
@@ -52,16 +52,25 @@ def validate(run: Run, step: int) -> None:
     assert config.seed is not None
     seeds = range(config.seed, config.seed + config.num_validation_images)
     images = _draw(run, config.validation_prompt, list(seeds), "validation")
-    folder = run.output / "validation"
+    folder = run.output / VALIDATION
     make_writable_folder(folder)
     save_png(grid(images, columns=min(4, len(images))), folder / f"step-{step}.png")
     tracking.log_pictures(run.accelerator, "validation", images, step)
 
 
 def finish(
-    run: Run, initial_rows: torch.Tensor, rows: list[dict[str, Any]], repository: str | None, began: float
+    run: Run, initial_rows: torch.Tensor, rows: list[dict[str, Any]], repository: str | None, steps: int, began: float
 ) -> None:
-    """Write the results, then say where they are and how to use them."""
+    """Write the results, then say where they are and how to use them.
+
+    Args:
+        run: at its end.
+        initial_rows: what it started from, (vectors, width).
+        rows: its metrics.
+        repository: for the upload.
+        steps: done by this process; 0 after a resume at the end.
+        began: time.monotonic() of the start.
+    """
     config, output = run.config, run.output
     token, learned = config.placeholder_token, run.concept.rows
     save_embedding(output / EMBEDDING, token, learned)
@@ -97,7 +106,8 @@ def finish(
     arguments += ["--pretrained_model_name_or_path", model, "--resolution", str(config.resolution)]
     if config.mixed_precision != "no":
         arguments += ["--mixed_precision", str(config.mixed_precision)]
-    print(f"\nLearned {token} in {time.monotonic() - began:.0f} s, peak memory {peak:.1f} GB. In {output}:")
+    done = f"Learned {token}" if steps else f"Step {config.max_train_steps} was done already: wrote {token} again"
+    print(f"\n{done} in {time.monotonic() - began:.0f} s, peak memory {peak:.1f} GB. In {output}:")
     print(f"  {EMBEDDING}  opens in diffusers, A1111 and ComfyUI")
     print(f"  {', '.join(pictures)}, metrics.jsonl, config.yaml (runs this again: icom train --config)")
     if config.save_as_full_pipeline:

@@ -29,7 +29,7 @@ from icom.checkpoint import (
     load_checkpoint,
     mend_checkpoints,
     save_checkpoint,
-    set_aside_checkpoints,
+    set_aside,
     versions,
 )
 from icom.config import TrainConfig, settings, to_yaml
@@ -121,19 +121,9 @@ def _train(config: TrainConfig, group: Group, until_all_is_written: ExitStack) -
     run = prepare(config, backend, accelerator, models.load(source, backend.dtype), pictures, group)
     group.agree("The model", {"weights": run.identity.model})
     initial_rows = run.concept.rows.detach().clone()
-    state = State(0, 0, initial_rows, torch.zeros_like(initial_rows), torch.zeros_like(initial_rows))
-    if resumed:
-        changed = differences(resumed[1], run.identity)
-        if changed:
-            raise IcomError(
-                f"This is not the run of the checkpoint; different: {'; '.join(changed)}. "
-                "Restore that, or start a new run without --resume_from_checkpoint."
-            )
-        state = resumed[0]
-        _restore(run, state)
-    elif run.leads:
-        set_aside_checkpoints(output)
+    state = _first_state(run, resumed)
     if run.leads:
+        set_aside(output, state.step)
         write_atomically(output / "config.yaml", to_yaml(config).encode())
         tracking.start(accelerator, config)
         say_start(run, reason, state)
@@ -148,7 +138,8 @@ def _train(config: TrainConfig, group: Group, until_all_is_written: ExitStack) -
             metrics.close()
         for tracker in accelerator.trackers:  # not end_training, which would wait for a lost process
             tracker.finish()
-    return partial(finish, run, initial_rows, metrics.rows, repository) if metrics else None
+    steps = (config.max_train_steps or 0) - state.step
+    return partial(finish, run, initial_rows, metrics.rows, repository, steps) if metrics else None
 
 
 def _read_checkpoint(config: TrainConfig, output: Path, group: Group) -> tuple[State, Identity] | None:
@@ -166,6 +157,32 @@ def _read_checkpoint(config: TrainConfig, output: Path, group: Group) -> tuple[S
     document = json.loads(group.broadcast(json.dumps(document).encode()))
     tensors = group.broadcast(tensors)
     return decode(tensors, document) if document else None
+
+
+def _first_state(run: Run, resumed: tuple[State, Identity] | None) -> State:
+    """Where the run begins; its numbers are in place.
+
+    Raises:
+        IcomError: the checkpoint is another run's, or of a step past the end.
+    """
+    if resumed is None:
+        rows = run.concept.rows.detach().clone()
+        return State(0, 0, rows, torch.zeros_like(rows), torch.zeros_like(rows))
+    state, identity = resumed
+    if changed := differences(identity, run.identity):
+        raise IcomError(
+            f"This is not the run of the checkpoint; different: {'; '.join(changed)}. "
+            "Restore that, or start a new run without --resume_from_checkpoint."
+        )
+    steps = run.config.max_train_steps
+    assert steps is not None
+    if state.step > steps:
+        raise IcomError(
+            f"The checkpoint is of step {state.step}, past --max_train_steps {steps}: nothing was changed. Give more "
+            "steps, or name an earlier checkpoint with --resume_from_checkpoint."
+        )
+    _restore(run, state)
+    return state
 
 
 def _agree_on_choices(run: Run) -> None:

@@ -39,6 +39,13 @@ def losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def snapshot(folder: Path) -> dict[str, bytes]:
+    """What has a step in its name: path below `folder` -> content."""
+    patterns = ("checkpoint-*/*", "learned_embeds-steps-*", "validation/step-*")
+    found = (path for pattern in patterns for path in folder.glob(pattern))
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+
+
 def wait_for_steps(process: subprocess.Popen[str], folder: Path, more_than: int) -> None:
     """Until metrics.jsonl has more lines, or the process ended."""
     metrics = folder / "metrics.jsonl"
@@ -101,15 +108,60 @@ def test_resume_from_an_older_checkpoint_and_with_more_steps(tmp_path: Path, tra
 
 
 def test_starting_anew_never_mixes_with_an_earlier_run(tmp_path: Path, train: Callable[..., Result]) -> None:
-    """A second run without --resume keeps the first one's checkpoints out of the way of `latest`."""
-    assert train(output_dir=tmp_path, max_train_steps=6, checkpointing_steps=2).code == 0
-    result = train(output_dir=tmp_path, max_train_steps=2, checkpointing_steps=1)
-    assert "earlier run" in result.err
+    """A second run without --resume keeps what has a step in its name apart; one that goes on, what comes after."""
+    watch = {"validation_prompt": "a <robot>", "num_validation_images": 1, "validation_steps": 2}
+    assert train(output_dir=tmp_path, max_train_steps=6, checkpointing_steps=2, save_steps=2, **watch).code == 0
+    old = snapshot(tmp_path)
+    assert sorted(old) == sorted(
+        [f"checkpoint-{step}/{name}" for step in (2, 4, 6) for name in ("state.json", "state.safetensors")]
+        + [f"learned_embeds-steps-{step}.safetensors" for step in (2, 4, 6)]
+        + [f"validation/step-{step}.png" for step in (2, 4, 6)]
+    )
+    (tmp_path / "learned_embeds-steps-mine.safetensors").write_text("no step")
+
+    older = {"resume_from_checkpoint": "checkpoint-4", "max_train_steps": 5, "save_steps": 5}
+    result = train(output_dir=tmp_path, **watch, **older)
+    (first,) = (tmp_path / "earlier").iterdir()
+    moved = "moved 1 embedding(s) and 1 validation picture(s) of steps after 4, which are done again, to"
+    assert f"icom: {moved} {first}.\n" in result.err
+    later = ("learned_embeds-steps-6.safetensors", "validation/step-6.png")
+    assert snapshot(first) == {name: old[name] for name in later}
+    now = snapshot(tmp_path)
+    assert {name: now[name] for name in old if name not in later} == {n: old[n] for n in old if n not in later}
+    assert "learned_embeds-steps-5.safetensors" in now
+
+    first.rename(tmp_path / "first")  # so that it is not in the same second's folder
+    result = train(output_dir=tmp_path, max_train_steps=2, checkpointing_steps=1, save_steps=1)
+    (second,) = (tmp_path / "earlier").iterdir()
+    assert "moved 4 checkpoint(s) and 3 embedding(s) and 2 validation picture(s) of an earlier run to" in result.err
+    assert snapshot(second) == {
+        name: content for name, content in now.items() if name != "learned_embeds-steps-mine.safetensors"
+    }
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-1", "checkpoint-2"]
-    assert len(list((tmp_path / "earlier").glob("*/checkpoint-*"))) == 3
+    assert [*(tmp_path / "validation").iterdir()] == []
+    assert {name for name in snapshot(tmp_path) if "embeds" in name} == {
+        *(f"learned_embeds-steps-{step}.safetensors" for step in (1, 2, "mine"))
+    }
 
 
 @pytest.mark.parametrize("limit", [1, 2])
 def test_limit_keeps_the_newest(tmp_path: Path, train: Callable[..., Result], limit: int) -> None:
     train(output_dir=tmp_path, max_train_steps=4, checkpointing_steps=1, checkpoints_total_limit=limit)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-3", "checkpoint-4"][-limit:]
+
+
+def test_resume_at_the_end_and_past_it(tmp_path: Path, train: Callable[..., Result]) -> None:
+    assert train(output_dir=tmp_path, max_train_steps=3).code == 0
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    result = train(output_dir=tmp_path, max_train_steps=2, resume_from_checkpoint="latest")
+    assert result.code == 1
+    assert "The checkpoint is of step 3, past --max_train_steps 2: nothing was changed. Give more steps" in result.err
+    assert "Learned" not in result.out
+    assert "/?" not in result.err
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == files
+    (tmp_path / "learned_embeds.safetensors").unlink()  # killed between its last step and its results
+    result = train(output_dir=tmp_path, max_train_steps=3, resume_from_checkpoint="latest")
+    assert result.code == 0
+    assert "Step 3 was done already: wrote <robot> again in " in result.out
+    assert "Learned" not in result.out
+    assert (tmp_path / "learned_embeds.safetensors").read_bytes() == files[tmp_path / "learned_embeds.safetensors"]

@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -324,27 +325,63 @@ def load_train_config(path: str | None, flags: TrainConfig, given: Sequence[str]
     from omegaconf.errors import OmegaConfBaseException
 
     schema = OmegaConf.structured(TrainConfig)
+    chosen = [read_yaml(path)] if path else []
+    chosen.append({name: _literal(getattr(flags, name)) for name in given})
     try:
-        chosen = [read_yaml(path)] if path else []
-        chosen.append({name: _literal(getattr(flags, name)) for name in given})
-        merged = OmegaConf.merge(schema, *chosen)
-        if merged.pretrained_model_name_or_path == "bundled":
-            merged = OmegaConf.merge(schema, BUNDLED_DEFAULTS, *chosen)
-        missing = sorted(str(key) for key in OmegaConf.missing_keys(merged))
-        if missing:
-            example = {
-                "train_data_dir": "photos",
-                "placeholder_token": '"<dicoo>"',
-                "initializer_token": "toy",
-            }
-            hint = " ".join(f"--{key} {example.get(key, 'VALUE')}" for key in missing)
-            raise UsageError(f"Missing: {', '.join(missing)}. Give them as flags ({hint}) or in --config FILE.")
-        config = OmegaConf.to_object(merged)
+        with without_the_environment(path):
+            merged = OmegaConf.merge(schema, *chosen)
+            if merged.pretrained_model_name_or_path == "bundled":
+                merged = OmegaConf.merge(schema, BUNDLED_DEFAULTS, *chosen)
+            missing = sorted(str(key) for key in OmegaConf.missing_keys(merged))
+            if missing:
+                example = {
+                    "train_data_dir": "photos",
+                    "placeholder_token": '"<dicoo>"',
+                    "initializer_token": "toy",
+                }
+                hint = " ".join(f"--{key} {example.get(key, 'VALUE')}" for key in missing)
+                raise UsageError(f"Missing: {', '.join(missing)}. Give them as flags ({hint}) or in --config FILE.")
+            config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         raise UsageError(_explain_omegaconf(error, path)) from error
     assert isinstance(config, TrainConfig)
     check_train_config(config)
     return config
+
+
+@contextmanager
+def without_the_environment(path: str | None) -> Iterator[None]:
+    """Inside, no interpolation of OmegaConf's reads an environment variable: what a file says is written to others.
+
+    Args:
+        path: the file, for the message.
+
+    Raises:
+        UsageError: one tried.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.resolvers import oc
+
+    tried: list[str] = []
+
+    def refuse(name: object, *_: object) -> str:
+        tried.append(str(name))
+        raise PermissionError
+
+    OmegaConf.register_resolver("oc.env", refuse, replace=True, annotation_validation="off")
+    try:
+        yield
+    except Exception:
+        if not tried:
+            raise
+    finally:
+        OmegaConf.register_resolver("oc.env", oc.env, replace=True, annotation_validation="off")
+    if tried:
+        raise UsageError(
+            f"{path} asks for the environment variable {tried[0]!r} (${{oc.env:…}}). Files may not read the "
+            "environment: options are written to config.yaml, model cards and trackers. Write the value itself, or "
+            "give it as a flag."
+        )
 
 
 def read_yaml(path: str) -> dict[str, Any]:
@@ -419,6 +456,23 @@ def check_train_config(config: TrainConfig) -> None:
     check_placeholder(config.placeholder_token)
     if not config.initializer_token.strip():
         raise UsageError("--initializer_token is empty. Give a word that the model knows, for instance toy.")
+    check_secrets(config)
+
+
+def check_secrets(config: TrainConfig) -> None:
+    """Refuse a token in an option that is written to files, where ${hub_token} brings it, for instance.
+
+    Raises:
+        UsageError: names the option, not the token.
+    """
+    for name in SECRETS:
+        secret = getattr(config, name)
+        for other, value in settings(config).items():
+            if secret and isinstance(value, str) and secret in value:
+                raise UsageError(
+                    f"--{other} contains --{name}: it would be written to config.yaml, the model card and trackers. "
+                    "Take it out."
+                )
 
 
 def check_resolution(resolution: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import tyro
 
-from icom.config import read_yaml
+from icom.config import read_yaml, without_the_environment
 from icom.errors import UsageError
 
 NODE_LIKE = re.compile(r"-(master|worker-\d+)$")
@@ -227,8 +227,9 @@ def load_provision_config(flags: ProvisionConfig, given: Sequence[str]) -> Provi
             raise UsageError(f"Unknown option in {flags.config}: {', '.join(unknown)}. See icom provision --help.")
         chosen = {name: getattr(flags, name) for name in given}
         try:
-            merged = OmegaConf.merge(OmegaConf.structured(ProvisionConfig), content, chosen)
-            loaded: Any = OmegaConf.to_object(merged)
+            with without_the_environment(flags.config):
+                merged = OmegaConf.merge(OmegaConf.structured(ProvisionConfig), content, chosen)
+                loaded: Any = OmegaConf.to_object(merged)
         except OmegaConfBaseException as error:
             raise UsageError(f"Bad value in {flags.config}: {str(error).splitlines()[0]}") from error
         config = loaded

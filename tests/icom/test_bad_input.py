@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import struct
 import time
@@ -91,6 +92,71 @@ def test_yaml(train: Run, tmp_path: Path, text: str, message: tuple[str, ...]) -
     file.write_text(text + "\n")
     assert_refused(train(output_dir=tmp_path / "out", config=file), 2, *message)
     assert not (tmp_path / "out").exists()
+
+
+READS_THE_ENVIRONMENT = [
+    "validation_prompt: ${oc.env:A_SECRET}",
+    "validation_prompt: a photo of ${oc.env:A_SECRET,nothing} on the beach",
+    "validation_prompt: ${oc.env:NOT_THERE_AT_ALL,default}",
+    "validation_prompt: ${oc.decode:${oc.env:A_SECRET}}",
+    "validation_prompt: '${oc.select:nowhere,${oc.env:A_SECRET}}'",
+    "pretrained_model_name_or_path: ${oc.env:A_SECRET}",
+    "num_vectors: ${oc.env:A_SECRET}",
+    "hub_token: ${oc.env:A_SECRET}",
+    "revision: ${oc.env:A_SECRET}\nvalidation_prompt: ${revision}",
+    "train_data_dir: ${oc.env:A_SECRET}",
+]
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "train": ("train", "--print_config"),
+    "provision": ("provision", "--cluster=pair", "--dry_run"),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_yaml_may_not_read_the_environment(
+    icom: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """Whatever way it is asked for; a flag, whose `${` is text, may hold it."""
+    from omegaconf import OmegaConf
+
+    monkeypatch.setenv("A_SECRET", "hf_OfTheEnvironment")
+    file = tmp_path / "run.yaml"
+    for case in READS_THE_ENVIRONMENT:
+        if command == "train":
+            needed = {"train_data_dir": "bundled", "placeholder_token": "<x>", "initializer_token": "toy"}
+            text = "\n".join([case, *(f"{name}: {value}" for name, value in needed.items() if name not in case)])
+        else:
+            text = re.sub(r"^\w+(?=: )", "ami", case.splitlines()[0])
+        file.write_text(text + "\n")
+        result = icom(*COMMANDS[command], f"--config={file}")
+        variable = "NOT_THERE_AT_ALL" if "NOT_" in text else "A_SECRET"
+        assert_refused(result, 2, f"{file} asks for the environment variable '{variable}'", "give it as a flag")
+        assert "hf_OfTheEnvironment" not in result.out + result.err
+    # Others who use OmegaConf in this process still have it.
+    assert OmegaConf.create({"a": "${oc.env:A_SECRET}"}).a == "hf_OfTheEnvironment"
+
+
+SECRET = "hf_ThisIsTheSecretOfTheTests"
+TOKEN_ELSEWHERE = [
+    f"hub_token: {SECRET}\nvalidation_prompt: ${{hub_token}}",
+    f"hub_token: {SECRET}\nvalidation_prompt: by ${{oc.select:hub_token}} for me",
+    f"hub_token: ${{validation_prompt}}\nvalidation_prompt: {SECRET}",
+    f"hub_token: {SECRET}\nvalidation_prompt: ${{.hub_token}}",
+    f"hub_token: {SECRET}\nrevision: ${{hub_token}}\nvalidation_prompt: ${{revision}}",
+]
+
+
+def test_token_that_would_be_written(train: Run, tmp_path: Path) -> None:
+    file, out = tmp_path / "run.yaml", tmp_path / "out"
+    for text in TOKEN_ELSEWHERE:
+        file.write_text(text)
+        result = train(output_dir=out, config=file)
+        option = "--revision" if "revision" in text else "--validation_prompt"
+        assert_refused(result, 2, f"{option} contains --hub_token: it would be written to config.yaml")
+        assert SECRET not in result.out + result.err
+    result = train(output_dir=out, hub_token=SECRET, hub_model_id=f"me/{SECRET}")
+    assert_refused(result, 2, "--hub_model_id contains --hub_token")
+    assert not out.exists()
 
 
 def test_yaml_without_a_required_value(icom: Run, tmp_path: Path) -> None:

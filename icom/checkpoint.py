@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import json
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -187,25 +188,56 @@ def _latest(output: Path) -> Path | None:
     """
     there = list_checkpoints(output)
     for folder in reversed(there):
-        lacking = [name for name in (_TENSORS, _STATE) if not (folder / name).is_file()]
+        lacking = _lacking(folder)
         if not lacking:
             return folder
-        print(f"icom: passing over {folder}: it is not complete (no {' and no '.join(lacking)}).", file=sys.stderr)
+        what = "is a checkpoint of Accelerate" if _is_accelerates(folder) else f"is not complete (no {lacking})"
+        print(f"icom: passing over {folder}: it {what}.", file=sys.stderr)
+    if there and _is_accelerates(there[-1]):
+        raise _cannot_continue(there[-1])
     if there:
         raise IcomError(f"No checkpoint in {output} is complete. Drop --resume_from_checkpoint to start anew.")
     return None
+
+
+def _lacking(folder: Path) -> str:
+    """What a folder lacks to be a complete checkpoint; empty if nothing."""
+    return " and no ".join(name for name in (_TENSORS, _STATE) if not (folder / name).is_file())
+
+
+def _is_accelerates(folder: Path) -> bool:
+    """Whether it is what `accelerator.save_state` writes, in diffusers' scripts for instance."""
+    theirs = ("optimizer.bin", "scheduler.bin", "random_states_0.pkl", "model.safetensors", "pytorch_model.bin")
+    return not (folder / _STATE).exists() and any((folder / name).exists() for name in theirs)
+
+
+def _cannot_continue(folder: Path) -> IcomError:
+    """What to do about a checkpoint of Accelerate's: the rows are in an embedding file beside it."""
+    beside = (f"learned_embeds-steps-{_step_of(folder)}", "learned_embeds")
+    files = [folder.parent / f"{stem}{kind}" for stem in beside for kind in (".safetensors", ".bin")]
+    file = next((path for path in files if path.is_file()), None)
+    advice = "There is no learned_embeds-steps-N.safetensors of that step beside it to start from."
+    if file:
+        words = ["--initial_embedding", str(file), "--output_dir", f"{folder.parent}-icom"]
+        advice = f"Start a new run from what it had learned, without --resume_from_checkpoint: {shlex.join(words)}"
+    return IcomError(
+        f"{folder} is a checkpoint of Accelerate, as diffusers' textual_inversion.py writes them: the whole text "
+        f"encoder and optimizer, in pickles, where icom keeps the rows alone. icom cannot go on from it. {advice}"
+    )
 
 
 def load_checkpoint(folder: Path) -> tuple[State, Identity]:
     """Read a checkpoint and prove that it is whole.
 
     Raises:
-        IcomError: a file is missing, truncated or altered; names the checkpoint to use instead.
+        IcomError: a file is missing, truncated or altered, or it is another tool's; says what to use instead.
     """
+    if _is_accelerates(folder):
+        raise _cannot_continue(folder)
     try:
         return decode((folder / _TENSORS).read_bytes(), json.loads((folder / _STATE).read_text()))
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        others = [path for path in list_checkpoints(folder.parent) if path.name != folder.name]
+        others = [path for path in list_checkpoints(folder.parent) if path.name != folder.name and not _lacking(path)]
         advice = f"Use --resume_from_checkpoint {others[-1].name}" if others else "Start without resuming"
         what = f"lacks {error}" if isinstance(error, KeyError) else str(error)
         raise IcomError(f"The checkpoint {folder} is damaged ({what}). {advice}.") from error
@@ -297,7 +329,7 @@ def set_aside(output: Path, step: int = 0) -> None:
 
 
 def _step_of(path: Path) -> int:
-    """N of learned_embeds-steps-N.safetensors and step-N.png; 0 if it is none of a run's."""
+    """N of checkpoint-N, learned_embeds-steps-N.safetensors and step-N.png; 0 if it is none of a run's."""
     number = path.stem.rpartition("-")[2]
     return int(number) if number.isdecimal() else 0
 

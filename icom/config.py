@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal
 
 import tyro
@@ -64,6 +65,8 @@ class TrainConfig:
     """Required. The new word, for instance "<dicoo>". It must not be in the vocabulary yet."""
     initializer_token: str = REQUIRED
     """Required. What the new word starts from: a word the model knows, or a phrase of up to --num_vectors tokens."""
+    initial_embedding: str | None = None
+    """Start the rows from this learned_embeds.safetensors, and not from --initializer_token."""
     learnable_property: Literal["object", "style"] = "object"
     """Chooses the captions: "a photo of a …" or "a painting in the style of …"."""
     num_vectors: int = 1
@@ -456,6 +459,13 @@ def check_train_config(config: TrainConfig) -> None:
     check_placeholder(config.placeholder_token)
     if not config.initializer_token.strip():
         raise UsageError("--initializer_token is empty. Give a word that the model knows, for instance toy.")
+    if config.initial_embedding:
+        place = Path(config.initial_embedding).expanduser().resolve().parent
+        if place == Path(config.output_dir).expanduser().resolve():
+            raise UsageError(
+                f"--initial_embedding {config.initial_embedding} lies in --output_dir, where a run replaces such "
+                "files. Choose another --output_dir."
+            )
     check_secrets(config)
 
 

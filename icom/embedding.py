@@ -149,6 +149,21 @@ def captions_to_ids(
     return ids
 
 
+def load_initial_rows(path: Path, vectors: int) -> torch.Tensor:
+    """The rows of --initial_embedding: float32 (vectors, width). What word they were learned for does not matter.
+
+    Raises:
+        UsageError: no such file, or another number of rows.
+        IcomError: it is damaged, or no embedding.
+    """
+    if not path.is_file():
+        raise UsageError(f"--initial_embedding {path} is no file. Name the learned_embeds.safetensors of a run.")
+    _, rows = load_embedding(path)
+    if len(rows) != vectors:
+        raise UsageError(f"--initial_embedding {path} holds {len(rows)} vectors: give --num_vectors {len(rows)}.")
+    return rows.float()
+
+
 def save_embedding(path: Path, token: str, rows: torch.Tensor) -> None:
     """Write rows in the one form that diffusers, A1111 and ComfyUI all open: a single key, the token; 2-D; float32.
 

@@ -142,6 +142,7 @@ def prepare(
     model: Model,
     pictures: list[Picture],
     group: Group = ALONE,
+    initial_rows: torch.Tensor | None = None,
 ) -> Run:
     """Splice the rows in, freeze and convert the rest, fill the latent cache, make optimizer and sample stream.
 
@@ -152,9 +153,10 @@ def prepare(
         model: freshly loaded; is changed.
         pictures: checked.
         group: the processes of the run.
+        initial_rows: of --initial_embedding, (vectors, width).
 
     Raises:
-        UsageError: placeholder, initializer or xFormers do not fit the model or the machine.
+        UsageError: initial rows, placeholder, initializer or xFormers do not fit the model or the machine.
     """
     from diffusers.optimization import get_scheduler
 
@@ -169,6 +171,14 @@ def prepare(
         config.initializer_token,
         config.num_vectors,
     )
+    if initial_rows is not None:
+        if initial_rows.shape != concept.rows.shape:
+            raise UsageError(
+                f"--initial_embedding {config.initial_embedding} holds rows of width {initial_rows.shape[1]} and "
+                f"{model.source.name} has {concept.rows.shape[1]}: it was trained for another kind of model."
+            )
+        with torch.no_grad():
+            concept.rows.copy_(initial_rows)
     templates = TEMPLATES[config.learnable_property]
     captions = captions_to_ids(
         model.tokenizer,

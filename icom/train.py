@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load, save
 from tqdm import tqdm
 
 from icom import backends, hub, models, tracking
@@ -34,7 +35,7 @@ from icom.checkpoint import (
 )
 from icom.config import TrainConfig, settings, to_yaml
 from icom.distributed import choose_collectives, find_place
-from icom.embedding import check_words, save_embedding
+from icom.embedding import check_words, load_initial_rows, save_embedding
 from icom.engine.memory import keep_freed_memory
 from icom.errors import IcomError, Stopped
 from icom.files import make_writable_folder, write_atomically
@@ -48,7 +49,10 @@ from icom.run import Run, precision_of, prepare, settle, start_accelerate
 from icom.sampling import gaussian_noise
 from icom.signals import StopRequest
 
-PLACES = {"train_data_dir", "pretrained_model_name_or_path", "tokenizer_name", "output_dir", "logging_dir", "cache_dir"}
+PLACES = {
+    *("train_data_dir", "pretrained_model_name_or_path", "tokenizer_name", "initial_embedding"),
+    *("output_dir", "logging_dir", "cache_dir"),
+}
 """Options that may differ between the machines of a run; what lies there is compared instead."""
 
 
@@ -105,6 +109,7 @@ def _train(config: TrainConfig, group: Group, until_all_is_written: ExitStack) -
         until_all_is_written.enter_context(only_run_in(output))
         mend_checkpoints(output)
     resumed = _read_checkpoint(config, output, group)
+    initial = _read_initial_embedding(config, group)
     source = models.find(
         config.pretrained_model_name_or_path,
         tokenizer_name=config.tokenizer_name,
@@ -118,7 +123,7 @@ def _train(config: TrainConfig, group: Group, until_all_is_written: ExitStack) -
     if config.push_to_hub and group.leads:
         repository = hub.create_repository(config.hub_model_id or output.resolve().name, config.hub_token)
 
-    run = prepare(config, backend, accelerator, models.load(source, backend.dtype), pictures, group)
+    run = prepare(config, backend, accelerator, models.load(source, backend.dtype), pictures, group, initial)
     group.agree("The model", {"weights": run.identity.model})
     initial_rows = run.concept.rows.detach().clone()
     state = _first_state(run, resumed)
@@ -157,6 +162,17 @@ def _read_checkpoint(config: TrainConfig, output: Path, group: Group) -> tuple[S
     document = json.loads(group.broadcast(json.dumps(document).encode()))
     tensors = group.broadcast(tensors)
     return decode(tensors, document) if document else None
+
+
+def _read_initial_embedding(config: TrainConfig, group: Group) -> torch.Tensor | None:
+    """Rank 0's rows of --initial_embedding, for all processes: the others' machines need no such file."""
+    if config.initial_embedding is None:
+        return None
+    content = b""
+    if group.leads:
+        path = Path(config.initial_embedding).expanduser()
+        content = save({"rows": load_initial_rows(path, config.num_vectors).contiguous()})
+    return load(group.broadcast(content))["rows"]
 
 
 def _first_state(run: Run, resumed: tuple[State, Identity] | None) -> State:

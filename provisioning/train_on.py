@@ -135,6 +135,8 @@ def train_on(config: TrainConfig) -> None:
     way = Way(folder.ssh_config, ssh_names(config.on, MASTER)[0])
     home = look(way, run, config.resume_from_checkpoint)
     there: dict[str, Any] = {option: f"{home}/pushed/{some.name}" for option, some in inputs.items()}
+    if config.initial_embedding:
+        there["initial_embedding"] += f"/{Path(config.initial_embedding).name}"
     there["output_dir"] = f"{home}/runs/{run.id}/{run.name}"
     resume = there.pop("resume_from_checkpoint", config.resume_from_checkpoint)
     with tempfile.TemporaryDirectory() as place:
@@ -170,6 +172,7 @@ def _inputs(config: TrainConfig) -> dict[str, Parcel]:
         IcomError: pictures or a model are no good.
     """
     from icom import models
+    from icom.embedding import load_initial_rows
     from icom.images import list_pictures
     from icom.launch import digests
 
@@ -188,6 +191,9 @@ def _inputs(config: TrainConfig) -> dict[str, Parcel]:
         if not root.is_dir():
             raise IcomError(f"No such tokenizer folder: {tokenizer}.")
         found["tokenizer_name"] = parcel("the tokenizer", root, digests.tokenizer_files(root))
+    if config.initial_embedding:
+        load_initial_rows(file := Path(config.initial_embedding).expanduser(), config.num_vectors)
+        found["initial_embedding"] = parcel("the initial embedding", file.parent, [file])
     checkpoint = Path(config.resume_from_checkpoint or "latest").expanduser()
     if config.resume_from_checkpoint != "latest" and checkpoint.is_dir():
         files = [path for path in checkpoint.iterdir() if path.is_file()]
@@ -287,7 +293,10 @@ def _end(way: Way, run: Run) -> tuple[int, bool]:
 def _speak_of_here(path: Path, config: TrainConfig) -> None:
     """Put this computer's names of inputs and output into config.yaml, which `icom generate` and `icom train` read."""
     if path.exists():
-        places = ("train_data_dir", "pretrained_model_name_or_path", "tokenizer_name", "output_dir")
+        places = (
+            *("train_data_dir", "pretrained_model_name_or_path", "tokenizer_name", "initial_embedding"),
+            "output_dir",
+        )
         here = {name: getattr(config, name) for name in places}
         write_atomically(path, to_yaml(replace(load_train_config(str(path), config, []), **here)).encode())
 

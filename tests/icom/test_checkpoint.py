@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 import warnings
@@ -13,11 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from icom import checkpoint
 from icom.checkpoint import Identity, State, delete_old_checkpoints, list_checkpoints, load_checkpoint, save_checkpoint
 from icom.files import exchange
-from tests.support.command import Run
+from tests.support.command import Result, Run, assert_refused
 
 IDENTITY = Identity(seed=7, model="m", pictures={"0.png": "p"}, options={"repeats": 1})
 CHANGES = {
@@ -180,3 +182,54 @@ def test_latest_passes_over_what_is_not_complete(train: Run, tmp_path: Path) -> 
     result = train(output_dir=tmp_path, max_train_steps=4, resume_from_checkpoint="latest")
     assert result.code == 1
     assert f"No checkpoint in {tmp_path} is complete. Drop --resume_from_checkpoint to start anew." in result.err
+
+
+def accelerates(folder: Path, step: int, rows: torch.Tensor) -> Path:
+    """A run of diffusers' script: Accelerate itself writes the checkpoint, beside the embedding of that step."""
+    from accelerate import Accelerator
+
+    table = torch.nn.Embedding(8, 128)
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(table, torch.optim.AdamW(table.parameters()))
+    accelerator.save_state(str(folder / f"checkpoint-{step}"))
+    save_file({"<theirs>": rows}, folder / f"learned_embeds-steps-{step}.safetensors")
+    return folder / f"checkpoint-{step}"
+
+
+def test_checkpoints_of_accelerate_are_named_and_their_embedding_started_from(train: Run, tmp_path: Path) -> None:
+    theirs, out = tmp_path / "theirs", tmp_path / "theirs-icom"
+    rows = torch.randn(2, 128, generator=torch.Generator().manual_seed(1))
+    accelerates(theirs, 500, rows)
+    last = accelerates(theirs, 1000, rows * 2)
+    for wanted in ("latest", "checkpoint-1000", str(last)):
+        result = train(output_dir=theirs, resume_from_checkpoint=wanted, num_vectors=2)
+        assert_refused(result, 1, f"{last} is a checkpoint of Accelerate, as diffusers' textual_inversion.py writes")
+        assert "damaged" not in result.err
+        _, _, advice = result.err.rpartition("without --resume_from_checkpoint: ")
+        assert advice == f"--initial_embedding {theirs}/learned_embeds-steps-1000.safetensors --output_dir {out}\n"
+    option, file, _, _ = shlex.split(advice)
+    # A rate so small that the rows stay: what is learned is what was started from.
+    options = {"output_dir": out, "num_vectors": 2, "learning_rate": 1e-30, "adam_weight_decay": 0, option[2:]: file}
+    assert train(**options, max_train_steps=2, checkpointing_steps=1).code == 0
+    assert torch.equal(load_file(out / "learned_embeds.safetensors")["<robot>"], rows * 2)
+    # An icom checkpoint among theirs is what `latest` means.
+    shutil.copytree(out / "checkpoint-2", theirs / "checkpoint-2")
+    result = train(**options | {"output_dir": theirs, "initial_embedding": None}, resume_from_checkpoint="latest")
+    assert (result.code, "resumed after step 2" in result.out) == (0, True)
+    assert f"passing over {last}: it is a checkpoint of Accelerate.\n" in result.err
+
+
+def test_initial_embedding_that_does_not_fit(train: Run, tmp_path: Path) -> None:
+    def refusal(rows: torch.Tensor | None, **options: object) -> Result:
+        file = tmp_path / "rows.safetensors"
+        file.unlink(missing_ok=True)
+        if rows is not None:
+            save_file({"<x>": rows}, file)
+        return train(**{"output_dir": tmp_path / "out", "initial_embedding": file} | options)
+
+    file = f"--initial_embedding {tmp_path}/rows.safetensors"
+    assert_refused(refusal(None), 2, f"{file} is no file")
+    assert_refused(refusal(torch.ones(3, 128)), 2, f"{file} holds 3 vectors: give --num_vectors 3.")
+    assert_refused(refusal(torch.ones(1, 768)), 2, f"{file} holds rows of width 768 and bundled has 128")
+    assert_refused(refusal(torch.full((1, 128), float("nan"))), 1, "holds numbers that are not finite")
+    assert_refused(refusal(torch.ones(1, 128), output_dir=tmp_path), 2, f"{file} lies in --output_dir, where a run")

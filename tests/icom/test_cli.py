@@ -70,6 +70,7 @@ SURFACE = {
             "collectives",
             "compile",
             "cache_dir",
+            "initial_embedding",
             "num_comparison_images",
             "config",
             "print_config",

@@ -176,7 +176,8 @@ class TrainConfig:
 
     # Hub.
     push_to_hub: bool = False
-    """Upload the result to the Hugging Face Hub, with a model card."""
+    """Upload the embedding to the Hugging Face Hub, with a model card. diffusers' script always uploads the whole
+    pipeline; here --save_as_full_pipeline adds it."""
     hub_token: str | None = None
     """Token for the upload. Default: the one from `hf auth login` or $HF_TOKEN. Never written to any file."""
     hub_model_id: str | None = None

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 EMBEDDING = "learned_embeds.safetensors"
 
 
-def say_start(run: Run, reason: str, state: State) -> None:
-    """One line: what computes, what is trained, what came from the cache."""
+def say_start(run: Run, reason: str, state: State, repository: str | None) -> None:
+    """One line: what computes, what is trained, what came from the cache. Another one: what will be uploaded."""
     config, moments = run.config, run.moments
     rows = run.concept.rows
     variants = moments.mean.shape[0] * moments.mean.shape[1]
@@ -43,6 +43,10 @@ def say_start(run: Run, reason: str, state: State) -> None:
         f"{config.gradient_accumulation_steps} accumulated) · seed {config.seed}{resumed}",
         flush=True,
     )
+    if repository:
+        what = "the embedding, the whole pipeline" if config.save_as_full_pipeline else "the embedding"
+        without = "" if config.save_as_full_pipeline else " The whole pipeline: with --save_as_full_pipeline."
+        print(f"icom: at the end {what} and the model card go to {repository} on the Hub.{without}", flush=True)
 
 
 def validate(run: Run, step: int) -> None:

@@ -131,7 +131,7 @@ def _train(config: TrainConfig, group: Group, until_all_is_written: ExitStack) -
         set_aside(output, state.step)
         write_atomically(output / "config.yaml", to_yaml(config).encode())
         tracking.start(accelerator, config)
-        say_start(run, reason, state)
+        say_start(run, reason, state, repository)
     _agree_on_choices(run)
     metrics = Metrics(output / "metrics.jsonl", after_step=state.step) if run.leads else None
 

@@ -101,6 +101,11 @@ def test_push_uploads_the_results_and_keeps_the_rest_at_home(hub: FakeHub, tmp_p
     result = in_process_of_its_own(hub, tmp_path / "home", *arguments)
     assert result.code == 0, result.err
     assert f"{hub.url}/alice/my-robot" in result.out
+    said = (
+        "icom: at the end the embedding and the model card go to alice/my-robot on the Hub. The whole pipeline: with "
+        "--save_as_full_pipeline.\n"
+    )
+    assert result.out.index(said) < result.out.index("Learned <robot>")
 
     files = hub.repositories["alice/my-robot"].files
     assert set(files) == RESULTS | {"learned_embeds-steps-2.safetensors", ".gitattributes"}
@@ -143,6 +148,8 @@ def test_full_pipeline_is_uploaded_and_loads(hub: FakeHub, train: Train, tmp_pat
     options: dict[str, Any] = {"push_to_hub": True, "hub_token": TOKEN, "hub_model_id": "alice/whole"}
     result = train(output_dir=tmp_path / "out", save_as_full_pipeline=True, **options)
     assert result.code == 0, result.err
+    said = "icom: at the end the embedding, the whole pipeline and the model card go to alice/whole on the Hub.\n"
+    assert said in result.out
     files = hub.repositories["alice/whole"].files
     assert {"model_index.json", "unet/config.json", "vae/config.json", "learned_embeds.safetensors"} <= set(files)
     assert not [name for name in files if "checkpoint" in name or "metrics" in name]

@@ -20,6 +20,7 @@ from typing import Annotated, Any, NoReturn
 from icom import __version__
 from icom.config import (
     BenchConfig,
+    ConvertConfig,
     DemoConfig,
     DoctorConfig,
     GenerateConfig,
@@ -49,6 +50,7 @@ COMMANDS: dict[str, tuple[Any, str]] = {
     "demo": (DemoConfig, "icom.demo:demo"),
     "train": (TrainConfig, "icom.train:train"),
     "generate": (GenerateConfig, "icom.generate:generate"),
+    "convert": (ConvertConfig, "icom.embedding_file:convert"),
     "params": (ParamsConfig, "icom.params:params"),
     "bench": (BenchConfig, "icom.bench:bench"),
     "doctor": (DoctorConfig, "icom.doctor:doctor"),

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import tyro
 
@@ -23,6 +23,10 @@ from icom.errors import UsageError
 
 REQUIRED: Any = "???"
 """OmegaConf's mark for a value that has to come from the configuration file or a flag."""
+
+_Item = TypeVar("_Item")
+Repeatable = tyro.conf.UseAppendAction[list[list[_Item]]]
+"""An option that takes several values and may be repeated: --prompt a b --prompt c is [[a, b], [c]]."""
 
 Precision = Literal["no", "fp16", "bf16"]
 
@@ -199,9 +203,9 @@ class GenerateConfig:
     Example: icom generate --embedding out/learned_embeds.safetensors --prompt "a photo of <dicoo>"
     """
 
-    embedding: list[str] = field(default_factory=list)
-    """Files with learned rows (learned_embeds.safetensors); several words may be used together."""
-    prompt: list[str] = field(default_factory=list)
+    embedding: Repeatable[str] = field(default_factory=list)
+    """Learned words: files (learned_embeds.safetensors, .bin, .pt) or Hub ids; FILE=<word> names the word anew."""
+    prompt: Repeatable[str] = field(default_factory=list)
     """One or several prompts."""
     prompts_file: str | None = None
     """Text file with one prompt per line; empty lines and lines that start with # are skipped."""
@@ -215,8 +219,8 @@ class GenerateConfig:
     """Git revision of a model on the Hub."""
     variant: str | None = None
     """Variant of the model files, for instance fp16."""
-    seed: list[int] = field(default_factory=lambda: [0])
-    """One or several seeds; each prompt is drawn once per seed. A picture depends on its prompt and seed alone."""
+    seed: Repeatable[int] = field(default_factory=list)
+    """One or several seeds (default: 0); each prompt is drawn once per seed. A picture depends on those two alone."""
     num_images_per_prompt: int = 1
     """Pictures per prompt and seed (further ones use the seeds that follow)."""
     scheduler: Literal["model", "ddim", "ddpm", "dpm++", "euler", "euler_a", "pndm", "unipc"] = "dpm++"
@@ -237,6 +241,19 @@ class GenerateConfig:
     """Folder for the pictures."""
     grid: bool = False
     """Also write grid.png: a row per prompt, a column per seed."""
+
+
+@dataclass(kw_only=True)
+class ConvertConfig:
+    """Write a learned word of any format (A1111's .pt, learned_embeds.bin, …) as safetensors.
+
+    Example: icom convert charturner.pt --output charturner.safetensors
+    """
+
+    embedding: tyro.conf.Positional[str]
+    """A file or a Hub id; FILE=<word> names the word anew. Of pickled files only tensors are read."""
+    output: str | None = None
+    """The file to write. Default: FILE.safetensors beside it; for a Hub id here, under the repository's name."""
 
 
 @dataclass(kw_only=True)

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from icom import models
 from icom.config import DemoConfig, TrainConfig, load_train_config
-from icom.embedding import load_embedding
+from icom.embedding_file import load_embedding
 from icom.errors import UsageError
 from icom.generate import draw_together
 from icom.report import grid, save_png

@@ -1,17 +1,15 @@
-"""The placeholder token: its rows inside a frozen text encoder, and the file that holds them."""
+"""The placeholder token: its rows inside a frozen text encoder, and its place in the captions."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
 
-from icom.errors import IcomError, UsageError
-from icom.files import write_atomically
+from icom.errors import UsageError
 
 if TYPE_CHECKING:
     from transformers import CLIPTextModel, CLIPTokenizer
@@ -65,24 +63,18 @@ def add_placeholder(
     Raises:
         UsageError: placeholder known already, initializer empty or longer than `vectors` tokens.
     """
-    initial_ids = check_words(tokenizer, token, initializer, vectors)
     first_id = len(tokenizer)
+    initial_ids = add_words(tokenizer, token, initializer, vectors)
     table = text_encoder.get_input_embeddings()
     assert isinstance(table, torch.nn.Embedding)
-    if first_id > table.num_embeddings:
-        raise UsageError(
-            f"The tokenizer has {first_id} tokens and the text encoder only {table.num_embeddings}: they do not "
-            "belong together. Drop --tokenizer_name or name the tokenizer of this model."
-        )
-    tokenizer.add_tokens(placeholder_tokens(token, vectors))
     repeated = [initial_ids[index % len(initial_ids)] for index in range(vectors)]
     concept = PlaceholderEmbedding(table, first_id, table.weight[repeated])
     text_encoder.set_input_embeddings(concept)
     return concept
 
 
-def check_words(tokenizer: CLIPTokenizer, token: str, initializer: str, vectors: int) -> list[int]:
-    """Whether the new word is new and its initializer known; needs no weights.
+def add_words(tokenizer: CLIPTokenizer, token: str, initializer: str, vectors: int) -> list[int]:
+    """Teach the tokenizer the placeholder's tokens; they get the ids that follow. Needs no weights.
 
     Returns:
         Token ids of the initializer.
@@ -91,14 +83,30 @@ def check_words(tokenizer: CLIPTokenizer, token: str, initializer: str, vectors:
         UsageError: placeholder known already, initializer empty or longer than `vectors` tokens.
     """
     ids = initializer_ids(tokenizer, initializer, vectors)
-    for name in placeholder_tokens(token, vectors):
-        known = tokenizer.encode(name, add_special_tokens=False)
-        if len(known) == 1 and known[0] != tokenizer.unk_token_id:
-            raise UsageError(
-                f"The vocabulary has {name!r} already: it would change a word that the model knows. Choose another "
-                f"--placeholder_token, for instance <my-{token.strip('<>')}>."
-            )
+    tokens = placeholder_tokens(token, vectors)
+    if known := known_tokens(tokenizer, tokens):
+        raise UsageError(
+            f"The vocabulary has {known[0]!r} already: it would change a word that the model knows. Choose another "
+            f"--placeholder_token, for instance {suggestion(token)}."
+        )
+    tokenizer.add_tokens(tokens)
     return ids
+
+
+def known_tokens(tokenizer: CLIPTokenizer, tokens: Sequence[str]) -> list[str]:
+    """Which of the tokens the tokenizer knows: as a word, or as a piece of its vocabulary (such as `toy</w>`)."""
+    vocabulary = tokenizer.get_vocab()
+
+    def is_word(name: str) -> bool:
+        ids = tokenizer.encode(name, add_special_tokens=False)
+        return len(ids) == 1 and ids[0] != tokenizer.unk_token_id
+
+    return [name for name in tokens if name in vocabulary or is_word(name)]
+
+
+def suggestion(token: str) -> str:
+    """A placeholder like `token` that stands on its own in any text."""
+    return f"<my-{re.sub(r'[^a-z0-9]+', '-', token.lower().replace('</w>', '')).strip('-') or 'word'}>"
 
 
 def initializer_ids(tokenizer: CLIPTokenizer, initializer: str, vectors: int) -> list[int]:
@@ -134,8 +142,10 @@ def captions_to_ids(
         int64 of shape (templates, length), padded and cut as CLIP does.
 
     Raises:
-        UsageError: the concept's tokens do not fit into the context beside the longest caption.
+        UsageError: the concept's tokens do not fit into the context beside the longest caption, or change how the
+            rest of a caption is read.
     """
+    check_captions(tokenizer, templates, tokens)
     captions = [template.format(" ".join(tokens)) for template in templates]
     longest = max(len(ids) for ids in tokenizer(captions).input_ids)
     if longest > length:
@@ -149,58 +159,22 @@ def captions_to_ids(
     return ids
 
 
-def load_initial_rows(path: Path, vectors: int) -> torch.Tensor:
-    """The rows of --initial_embedding: float32 (vectors, width). What word they were learned for does not matter.
+def check_captions(tokenizer: CLIPTokenizer, templates: tuple[str, ...], tokens: list[str]) -> None:
+    """Prove that each caption has each of the concept's tokens once, in order, and all else as without them.
+
+    A new token is found anywhere in a text: `hoto` would split every "photo".
 
     Raises:
-        UsageError: no such file, or another number of rows.
-        IcomError: it is damaged, or no embedding.
+        UsageError: names the caption.
     """
-    if not path.is_file():
-        raise UsageError(f"--initial_embedding {path} is no file. Name the learned_embeds.safetensors of a run.")
-    _, rows = load_embedding(path)
-    if len(rows) != vectors:
-        raise UsageError(f"--initial_embedding {path} holds {len(rows)} vectors: give --num_vectors {len(rows)}.")
-    return rows.float()
-
-
-def save_embedding(path: Path, token: str, rows: torch.Tensor) -> None:
-    """Write rows in the one form that diffusers, A1111 and ComfyUI all open: a single key, the token; 2-D; float32.
-
-    Args:
-        path: *.safetensors.
-        token: the placeholder.
-        rows: (vectors, width).
-    """
-    tensor = rows.detach().float().cpu().contiguous()
-    write_atomically(path, save({token: tensor}, metadata={"format": "pt"}))
-
-
-def load_embedding(path: Path) -> tuple[str, torch.Tensor]:
-    """Read a file written by `save_embedding` (or by diffusers).
-
-    Returns:
-        (token, rows of shape (vectors, width)).
-
-    Raises:
-        IcomError: missing, damaged, or not one 2-D tensor.
-    """
-    if not path.is_file():
-        kind = "is a folder" if path.is_dir() else "does not exist"
-        raise IcomError(f"--embedding {path} {kind}. Name the learned_embeds.safetensors of a run.")
-    try:
-        tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise IcomError(
-            f"{path} is not a safetensors file, or damaged ({error}). Take the learned_embeds.safetensors of a run."
-        ) from error
-    if len(tensors) != 1:
-        raise IcomError(f"{path} holds {len(tensors)} tensors; an embedding file has one, named by its token.")
-    ((token, rows),) = tensors.items()
-    if rows.dim() == 1:
-        rows = rows[None]
-    if rows.dim() != 2 or not rows.numel() or not rows.is_floating_point():
-        raise IcomError(f"{path} holds {rows.dtype} of shape {tuple(rows.shape)}; expected (vectors, width).")
-    if not bool(torch.isfinite(rows.float()).all()):
-        raise IcomError(f"{path} holds numbers that are not finite: nothing can be drawn with it. Train it again.")
-    return token, rows
+    new = [tokenizer.convert_tokens_to_ids(token) for token in tokens]
+    for template in templates:
+        caption = template.format(" ".join(tokens))
+        without, ids = tokenizer([template.format(""), caption]).input_ids
+        rest = [i for i in ids if i not in new]
+        if [i for i in ids if i in new] != new or rest != without:
+            pieces = " ".join(str(piece) for piece in tokenizer.convert_ids_to_tokens(ids[1:-1]))
+            raise UsageError(
+                f"--placeholder_token {tokens[0]} changes how the captions are read: {caption!r} becomes {pieces!r}. "
+                f"Choose a word that is no part of others, for instance {suggestion(tokens[0])}."
+            )

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from tqdm import tqdm
 
 from icom import backends, models
 from icom.config import GenerateConfig, check_resolution, read_yaml
-from icom.embedding import load_embedding
+from icom.embedding import known_tokens, placeholder_tokens, suggestion
+from icom.embedding_file import Word, find_word
 from icom.engine.memory import keep_freed_memory
 from icom.errors import IcomError, UsageError
 from icom.files import make_writable_folder
+from icom.prompts import as_taught, check_prompts
 from icom.report import grid, save_png
 
 if TYPE_CHECKING:
@@ -37,12 +40,13 @@ def generate(config: GenerateConfig) -> None:
     for name in ("num_images_per_prompt", "num_inference_steps"):
         if getattr(config, name) < 1:
             raise UsageError(f"--{name} has to be at least 1.")
-    for seed in config.seed:
+    first_seeds = _flat(config.seed) or [0]
+    for seed in first_seeds:
         if not 0 <= seed < 2**63 - config.num_images_per_prompt:
             raise UsageError(f"--seed has to be between 0 and 2^63 - 1, not {seed}.")
     backend, reason = backends.resolve(config.backend, config.mixed_precision, config.engine)
-    words = [load_embedding(Path(path)) for path in config.embedding]
-    trained_on = _trained_on(config.embedding)
+    words = [find_word(name) for name in _flat(config.embedding)]
+    trained_on = _trained_on(words[0].path.parent / "config.yaml") if words else {}
     name = config.pretrained_model_name_or_path or trained_on.get(_MODEL) or "bundled"
     if name != trained_on.get(_MODEL):
         trained_on = {}  # the others belong to that model
@@ -55,19 +59,12 @@ def generate(config: GenerateConfig) -> None:
     output = Path(config.output_dir)
     make_writable_folder(output)
     model = models.load(source, backend.dtype)
-    width = model.text_encoder.config.hidden_size
-    for path, (token, rows) in zip(config.embedding, words, strict=True):
-        if rows.shape[1] != width:
-            raise IcomError(
-                f"{path} holds rows of width {rows.shape[1]} and {source.name} has {width}: it was trained for "
-                "another kind of model. Name that with --pretrained_model_name_or_path."
-            )
-        if token in model.tokenizer.get_vocab():
-            raise IcomError(
-                f"{path} holds {token}, which is known already: from another --embedding, or from {source.name} (made "
-                "with --save_as_full_pipeline?). Leave one of them out."
-            )
-        models.pipeline_of(model).load_textual_inversion({token: rows}, token=token)
+    _teach(model, words)
+    prompts = [as_taught(prompt, words) for prompt in prompts]
+    negative_prompt = as_taught(config.negative_prompt, words) if config.negative_prompt else None
+    effective = negative_prompt if config.guidance_scale > 1 else None
+    for warning in check_prompts(model.tokenizer, prompts, effective, words):
+        print(f"icom: {warning}", file=sys.stderr)
     backend.prepare(model)
     pipeline = models.pipeline_of(model, config.scheduler)
     try:
@@ -79,7 +76,7 @@ def generate(config: GenerateConfig) -> None:
         ) from error
 
     print(f"icom: {backend.describe()} ({reason})", flush=True)
-    seeds = [seed + offset for seed in config.seed for offset in range(config.num_images_per_prompt)]
+    seeds = [seed + offset for seed in first_seeds for offset in range(config.num_images_per_prompt)]
     images = []
     jobs = [(number, prompt, seed) for number, prompt in enumerate(prompts) for seed in seeds]
     for number, prompt, seed in tqdm(jobs, "pictures", unit="picture"):
@@ -90,7 +87,7 @@ def generate(config: GenerateConfig) -> None:
                 seed,
                 steps=config.num_inference_steps,
                 guidance=config.guidance_scale,
-                negative_prompt=config.negative_prompt,
+                negative_prompt=negative_prompt,
                 resolution=config.resolution,
             )
         save_png(image, output / f"{number:03d}-{_slug(prompt)}-seed{seed}.png")
@@ -98,6 +95,25 @@ def generate(config: GenerateConfig) -> None:
     if config.grid:
         save_png(grid(images, columns=len(seeds)), output / "grid.png")
     print(f"{len(images)} pictures in {output}" + (f", all in {output / 'grid.png'}" if config.grid else ""))
+
+
+def _teach(model: models.Model, words: Sequence[Word]) -> None:
+    """Put learned words into tokenizer and text encoder."""
+    source = model.source
+    width = model.text_encoder.config.hidden_size
+    for word in words:
+        if word.rows.shape[1] != width:
+            raise IcomError(
+                f"{word.path} holds rows of width {word.rows.shape[1]} and {source.name} has {width}: it was trained "
+                "for another kind of model. Name that with --pretrained_model_name_or_path."
+            )
+        if known := known_tokens(model.tokenizer, placeholder_tokens(word.token, len(word.rows))):
+            raise IcomError(
+                f"{word.path} holds {known[0]}, which is known already: from another --embedding, or from "
+                f"{source.name} (a word of its own, or made with --save_as_full_pipeline?). Leave one of them out, or "
+                f"name the word anew: --embedding FILE={suggestion(word.token)}."
+            )
+        models.pipeline_of(model).load_textual_inversion({word.token: word.rows}, token=word.token)
 
 
 def draw(
@@ -155,7 +171,7 @@ def all_prompts(config: GenerateConfig) -> list[str]:
     Raises:
         UsageError: there are none, or the file cannot be read.
     """
-    prompts = list(config.prompt)
+    prompts = _flat(config.prompt)
     if config.prompts_file:
         try:
             lines = Path(config.prompts_file).read_text(encoding="utf-8").splitlines()
@@ -167,15 +183,29 @@ def all_prompts(config: GenerateConfig) -> list[str]:
     return prompts
 
 
+_Item = TypeVar("_Item")
 _MODEL = "pretrained_model_name_or_path"
 
 
-def _trained_on(embeddings: list[str]) -> dict[str, str]:
-    """The model options of the run that made the first embedding, where its config.yaml lies beside it."""
-    path = Path(embeddings[0]).parent / "config.yaml" if embeddings else None
-    values = read_yaml(str(path)) if path and path.is_file() else {}
+def _trained_on(path: Path) -> dict[str, str]:
+    """The model options of the run that made an embedding, where its config.yaml lies beside it."""
+    if not path.is_file():
+        return {}
+    try:
+        values = read_yaml(str(path))
+    except UsageError as error:
+        reason = " ".join(str(error).split())
+        print(
+            f"icom: not knowing what model the word was trained on, for {path} is unreadable: {reason}", file=sys.stderr
+        )
+        return {}
     names = (_MODEL, "tokenizer_name", "revision", "variant")
     return {name: values[name] for name in names if isinstance(values.get(name), str)}
+
+
+def _flat(groups: list[list[_Item]]) -> list[_Item]:
+    """The values of an option that may be repeated, in their order."""
+    return [value for group in groups for value in group]
 
 
 def _slug(text: str) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from icom.architectures import ARCHITECTURES, build_text_encoder, build_unet, build_vae, fill_random
-from icom.errors import IcomError
+from icom.errors import IcomError, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -125,7 +125,7 @@ def find(
         print(f"icom: {name} is gone from the Hub; taking its copy {MOVED[name]}.", file=sys.stderr)
         name = MOVED[name]
     if configs_only:
-        source = ModelSource(name, _snapshot(name, revision, [f"{part}/config.json" for part in _WEIGHTS]))
+        source = ModelSource(name, snapshot(name, revision, [f"{part}/config.json" for part in _WEIGHTS]))
         _check_folder(source, configs_only=True)
         return source
     return ModelSource(
@@ -147,6 +147,7 @@ def load(source: ModelSource, dtype: torch.dtype) -> Model:
 
     Raises:
         IcomError: a file is damaged or does not fit.
+        UsageError: the tokenizer is another model's.
     """
     import torch
 
@@ -164,6 +165,7 @@ def load(source: ModelSource, dtype: torch.dtype) -> Model:
             fill_random(part, seed)
             parts.append(part)
         text_encoder, vae, unet = parts
+        _check_vocabulary(source, tokenizer, text_encoder)
         embeddings = text_encoder.embeddings  # position_ids is a buffer: to_empty lost its values
         embeddings.position_ids.copy_(torch.arange(embeddings.position_ids.shape[-1])[None])
         noise_scheduler = DDPMScheduler(**ARCHITECTURES[source.architecture].scheduler)
@@ -174,6 +176,7 @@ def load(source: ModelSource, dtype: torch.dtype) -> Model:
         # What does not fit is then reported by name, as diffusers does in any case.
         fit = {"ignore_mismatched_sizes": True}
         text_encoder = _load_weights(CLIPTextModel, folder, "text_encoder", dtype=torch.float32, **options, **fit)
+        _check_vocabulary(source, tokenizer, text_encoder)
         vae = _load_weights(AutoencoderKL, folder, "vae", torch_dtype=dtype, **options)
         unet = _load_weights(UNet2DConditionModel, folder, "unet", torch_dtype=dtype, **options)
         noise_scheduler = _load_part(DDPMScheduler, folder, "scheduler")
@@ -286,6 +289,19 @@ def _load_weights(loader: Any, folder: Path | None, part: str, **options: Any) -
     return module
 
 
+def _check_vocabulary(source: ModelSource, tokenizer: CLIPTokenizer, text_encoder: CLIPTextModel) -> None:
+    """A tokenizer of another size numbers its words otherwise: the model would read other words than are written.
+
+    Random weights know no words, and are used with the bundled tokenizer, which is smaller.
+    """
+    words, rows = len(tokenizer), text_encoder.config.vocab_size
+    if words > rows or (words < rows and not source.architecture):
+        raise UsageError(
+            f"The tokenizer has {words} tokens and the text encoder's table {rows} rows: they do not belong together. "
+            "Drop --tokenizer_name or name the tokenizer of this model."
+        )
+
+
 def _check_folder(source: ModelSource, *, configs_only: bool = False) -> None:
     """Name everything that is missing in a model folder at once."""
     assert source.folder is not None
@@ -313,7 +329,7 @@ def _find_tokenizer(name: str) -> Path:
         return folder
     if not is_hub_id(name):
         raise IcomError(f"No such tokenizer folder: {name}.")
-    downloaded = _snapshot(name, None, ["*.json", "*.txt", "tokenizer/*"])
+    downloaded = snapshot(name, None, ["*.json", "*.txt", "tokenizer/*"])
     return downloaded / "tokenizer" if (downloaded / "tokenizer").is_dir() else downloaded
 
 
@@ -323,12 +339,26 @@ def _download(name: str, revision: str | None, variant: str | None, *, with_toke
     patterns = ["scheduler/*.json", *(["tokenizer/*"] if with_tokenizer else [])]
     for part, stem in _WEIGHTS.items():
         patterns += [f"{part}/config.json", f"{part}/{stem}{suffix}"]
-    folder = _snapshot(name, revision, patterns)
+    folder = snapshot(name, revision, patterns)
     _check_folder(ModelSource(name, folder, None, None if with_tokenizer else folder, variant))
     return folder
 
 
-def _snapshot(name: str, revision: str | None, patterns: list[str]) -> Path:
+def snapshot(name: str, revision: str | None, patterns: list[str], what: str = "model") -> Path:
+    """Fetch the files of a repository on the Hub that match, or take them from the cache.
+
+    Args:
+        name: Hub id.
+        revision: branch, tag or commit; None for main.
+        patterns: file names with wildcards.
+        what: is looked for, for messages.
+
+    Returns:
+        A folder with those of the files that are there.
+
+    Raises:
+        IcomError: no such repository or revision, no right to read it, or the Hub cannot be reached.
+    """
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -339,6 +369,7 @@ def _snapshot(name: str, revision: str | None, patterns: list[str]) -> Path:
     )
 
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    instead = "a folder with the model; `bundled` works without a network" if what == "model" else "a file"
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except GatedRepoError as error:
@@ -347,7 +378,8 @@ def _snapshot(name: str, revision: str | None, patterns: list[str]) -> Path:
         raise IcomError(f"{name} on the Hub has no revision {revision!r}.") from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise IcomError(
-            f"No model {name}: there is no such folder, and no such (public) repository on the Hub."
+            f"No {what} {name}: there is no such {'folder' if what == 'model' else 'file'}, and no such (public) "
+            "repository on the Hub."
         ) from error
     except HfHubHTTPError as error:
         raise IcomError(
@@ -363,6 +395,6 @@ def _snapshot(name: str, revision: str | None, patterns: list[str]) -> Path:
                 "$HF_HOME."
             ) from error
         raise IcomError(
-            f"Cannot get {name}: the Hub ({constants.ENDPOINT}) cannot be reached and the model is not in the cache. "
-            "Check the network or proxy, or give a folder with the model; `bundled` works without a network."
+            f"Cannot get {name}: the Hub ({constants.ENDPOINT}) cannot be reached and the {what} is not in the cache. "
+            f"Check the network or proxy, or give {instead}."
         ) from error

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from icom import hub, models, tracking
 from icom.checkpoint import VALIDATION, State
-from icom.embedding import save_embedding
+from icom.embedding_file import save_embedding
 from icom.errors import IcomError
 from icom.files import make_writable_folder, write_atomically
 from icom.generate import draw

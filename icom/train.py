@@ -11,13 +11,14 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load, save
 from tqdm import tqdm
 
 from icom import backends, hub, models, tracking
+from icom.captions import TEMPLATES
 from icom.checkpoint import (
     Identity,
     State,
@@ -35,7 +36,8 @@ from icom.checkpoint import (
 )
 from icom.config import TrainConfig, settings, to_yaml
 from icom.distributed import choose_collectives, find_place
-from icom.embedding import check_words, load_initial_rows, save_embedding
+from icom.embedding import add_words, check_captions, placeholder_tokens
+from icom.embedding_file import load_initial_rows, save_embedding
 from icom.engine.memory import keep_freed_memory
 from icom.errors import IcomError, Stopped
 from icom.files import make_writable_folder, write_atomically
@@ -48,6 +50,9 @@ from icom.results import finish, say_start, validate
 from icom.run import Run, precision_of, prepare, settle, start_accelerate
 from icom.sampling import gaussian_noise
 from icom.signals import StopRequest
+
+if TYPE_CHECKING:
+    from transformers import CLIPTokenizer
 
 PLACES = {
     *("train_data_dir", "pretrained_model_name_or_path", "tokenizer_name", "initial_embedding"),
@@ -116,7 +121,7 @@ def _train(config: TrainConfig, group: Group, until_all_is_written: ExitStack) -
         revision=config.revision,
         variant=config.variant,
     )
-    check_words(models.load_tokenizer(source), config.placeholder_token, config.initializer_token, config.num_vectors)
+    _check_words(models.load_tokenizer(source), config)
     accelerator = start_accelerate(config, backend, group, precision, reporters)
     config = settle(config, group, source.name, precision, resumed, len(pictures))
     repository = None
@@ -145,6 +150,13 @@ def _train(config: TrainConfig, group: Group, until_all_is_written: ExitStack) -
             tracker.finish()
     steps = (config.max_train_steps or 0) - state.step
     return partial(finish, run, initial_rows, metrics.rows, repository, steps) if metrics else None
+
+
+def _check_words(tokenizer: CLIPTokenizer, config: TrainConfig) -> None:
+    """Whether the new word is new, its initializer known and the captions left alone; the tokenizer is used up."""
+    add_words(tokenizer, config.placeholder_token, config.initializer_token, config.num_vectors)
+    tokens = placeholder_tokens(config.placeholder_token, config.num_vectors)
+    check_captions(tokenizer, TEMPLATES[config.learnable_property], tokens)
 
 
 def _read_checkpoint(config: TrainConfig, output: Path, group: Group) -> tuple[State, Identity] | None:

@@ -44,6 +44,11 @@ OPTIONS = [
     ({"enable_xformers_memory_efficient_attention": True}, "xFormers cannot be used here", "Drop --enable_xf"),
     # These need the model.
     ({"placeholder_token": "toy"}, "vocabulary has 'toy' already", "for instance <my-toy>"),
+    ({"placeholder_token": "Toy"}, "vocabulary has 'Toy' already", "for instance <my-toy>"),
+    ({"placeholder_token": "toy</w>", "num_vectors": 2}, "vocabulary has 'toy</w>' already", "instance <my-toy>"),
+    ({"placeholder_token": "<|endoftext|>"}, "vocabulary has '<|endoftext|>' already", "instance <my-endoftext>"),
+    ({"placeholder_token": "hoto"}, "'a photo of a hoto' becomes 'a</w> p</w> hoto of</w>", "for instance <my-hoto>"),
+    ({"placeholder_token": "x<|endoftext|>"}, "changes how the captions are read", "for instance <my-x-endoftext>"),
     ({"initializer_token": "a red star"}, "is 3 tokens (a", "--num_vectors is 1", "Set --num_vectors 3"),
     ({"num_vectors": 90}, "--num_vectors 90 makes captions of 99 tokens; the text encoder reads 77", "At most 68"),
 ]
@@ -252,14 +257,28 @@ def test_model_that_is_nowhere(train: Run, tmp_path: Path, name: str, message: t
     assert_refused(train(output_dir=tmp_path, pretrained_model_name_or_path=name), 1, *message)
 
 
-def test_tokenizer_of_another_model(train: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", [9, 1, -1])
+def test_tokenizer_of_another_model(train: Run, icom: Run, tmp_path: Path, words: int) -> None:
+    """Larger or smaller than the text encoder's table."""
     tokenizer = copy_of_the_model(tmp_path) / "tokenizer"
     document = json.loads((tokenizer / "tokenizer.json").read_text())
-    vocabulary = document["model"]["vocab"]
-    vocabulary |= {f"word{number}</w>": len(vocabulary) + number for number in range(9)}
+    if words > 0:
+        document["added_tokens"] += [
+            document["added_tokens"][0] | {"id": 807 + number, "content": f"word{number}", "special": False}
+            for number in range(words)
+        ]
+    else:
+        model = document["model"]
+        last = next(word for word, number in model["vocab"].items() if number == 804)
+        model["merges"] = [pair for pair in model["merges"] if last != "".join(pair)]
+        del model["vocab"][last]
+        for number, special in enumerate(document["added_tokens"], 804):
+            model["vocab"][special["content"]] = special["id"] = number
     (tokenizer / "tokenizer.json").write_text(json.dumps(document))
-    result = train(output_dir=tmp_path / "out", tokenizer_name=tokenizer)
-    assert_refused(result, 2, "they do not belong together. Drop --tokenizer_name")
+    message = f"tokenizer has {807 + words} tokens and the text encoder's table 807 rows", "Drop --tokenizer_name"
+    assert_refused(train(output_dir=tmp_path / "out", tokenizer_name=tokenizer), 2, *message)
+    result = icom("generate", "--prompt=a toy", f"--tokenizer_name={tokenizer}", f"--output_dir={tmp_path / 'drawn'}")
+    assert_refused(result, 2, *message)
 
 
 # Pictures.

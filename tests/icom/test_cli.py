@@ -92,6 +92,7 @@ SURFACE = {
         ),
     },
     "demo": {"concept", "max_train_steps", "num_images", "backend", "seed", "output_dir"},
+    "convert": {"embedding", "output"},
     "params": {"model", "json"},
     "bench": {
         *("arch", "compare", "resolution", "batch_size", "mixed_precision", "backend", "engine", "steps", "rounds"),
@@ -123,6 +124,7 @@ SURFACE = {
 """People's scripts rely on these: adding one means adding it here, removing one is a breaking change."""
 
 POSITIONAL = {
+    "convert": {"embedding"},
     "params": {"model"},
     "launch mpirun": {"training_options"},
     "ssh": {"node"},

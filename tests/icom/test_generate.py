@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from icom import models
 from icom.config import GenerateConfig
-from icom.embedding import save_embedding
+from icom.embedding_file import save_embedding
 from icom.report import grid, loss_curve, model_card, running_mean
 from tests.support.command import Result
 

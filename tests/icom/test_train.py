@@ -17,7 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from icom import backends, models
-from icom.embedding import add_placeholder, load_embedding
+from icom.embedding import add_placeholder
+from icom.embedding_file import load_embedding
 from icom.report import read_metrics
 from tests.support.command import ROOT, Result, train_arguments
 

@@ -51,9 +51,19 @@ def save_embedding(path: Path, token: str, rows: torch.Tensor) -> None:
     write_atomically(path, save({token: tensor}, metadata={"format": "pt"}))
 
 
-def named_by_file(title: str) -> str:
-    """What the word is in the tools that call it by its file, `title`.safetensors."""
-    return f"In A1111 and ComfyUI the file's name is the word: {title}.safetensors is {title} and embedding:{title}."
+def named_by_file(token: str, title: str | None = None) -> str:
+    """How to say the word in the tools that call it by its file.
+
+    Args:
+        token: the word.
+        title: of the file, where it has its final name already.
+    """
+    called = title or re.sub(r"[^\w.-]+", "-", token).strip("-") or "word"
+    copied = "this one" if title else f"copied as {called}.safetensors it"
+    return (
+        f"A1111 and ComfyUI call a word by its file's name: {copied} is `{called}` in A1111 and "
+        f"`embedding:{called}` in ComfyUI."
+    )
 
 
 def find_word(name: str) -> Word:
@@ -131,7 +141,7 @@ def convert(config: ConvertConfig) -> None:
     save_embedding(output, word.token, word.rows)
     vectors, width = word.rows.shape
     print(f"{output}: {word.token}, {vectors} x {width}, float32; {OPENS_IN}")
-    print(named_by_file(output.stem))
+    print(named_by_file(word.token, output.stem))
 
 
 def _find_file(place: str) -> Path:

@@ -19,7 +19,7 @@ from icom.engine.memory import keep_freed_memory
 from icom.errors import IcomError, UsageError
 from icom.files import make_writable_folder
 from icom.prompts import as_taught, check_prompts
-from icom.report import grid, save_png
+from icom.report import drawn_with, grid, save_png
 
 if TYPE_CHECKING:
     from diffusers import StableDiffusionPipeline
@@ -90,7 +90,17 @@ def generate(config: GenerateConfig) -> None:
                 negative_prompt=negative_prompt,
                 resolution=config.resolution,
             )
-        save_png(image, output / f"{number:03d}-{_slug(prompt)}-seed{seed}.png")
+        parameters = drawn_with(
+            prompt,
+            negative_prompt,
+            steps=config.num_inference_steps,
+            sampler=models.A1111_SAMPLERS.get(config.scheduler, type(pipeline.scheduler).__name__),
+            guidance=config.guidance_scale,
+            seed=seed,
+            size=image.size,
+            model=Path(source.name).name if Path(source.name).is_dir() else source.name,  # no places of this machine
+        )
+        save_png(image, output / f"{number:03d}-{_slug(prompt)}-seed{seed}.png", parameters)
         images.append(image)
     if config.grid:
         save_png(grid(images, columns=len(seeds)), output / "grid.png")
@@ -194,10 +204,8 @@ def _trained_on(path: Path) -> dict[str, str]:
     try:
         values = read_yaml(str(path))
     except UsageError as error:
-        reason = " ".join(str(error).split())
-        print(
-            f"icom: not knowing what model the word was trained on, for {path} is unreadable: {reason}", file=sys.stderr
-        )
+        reason = " ".join(str(error).split()).rstrip(".")
+        print(f"icom: {reason}. Beside an embedding it names the model; going on without.", file=sys.stderr)
         return {}
     names = (_MODEL, "tokenizer_name", "revision", "variant")
     return {name: values[name] for name in names if isinstance(values.get(name), str)}

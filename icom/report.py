@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
+from icom import __version__
 from icom.files import write_atomically, write_error
 from icom.models import is_hub_id
 
@@ -99,11 +102,54 @@ def grid(images: Sequence[Image.Image], columns: int, gap: int = 4) -> Image.Ima
     return sheet
 
 
-def save_png(image: Image.Image, path: Path) -> None:
-    """Write a PNG, whole or not at all."""
+def save_png(image: Image.Image, path: Path, parameters: str | None = None) -> None:
+    """Write a PNG, whole or not at all.
+
+    Args:
+        image: the picture.
+        path: the file.
+        parameters: what it was made with (see `drawn_with`), for the text chunk of that name.
+    """
     buffer = io.BytesIO()
-    image.save(buffer, "PNG")
+    text = PngInfo()
+    if parameters is not None:
+        text.add_text("parameters", parameters)
+    image.save(buffer, "PNG", pnginfo=text)
     write_atomically(path, buffer.getvalue())
+
+
+def drawn_with(
+    prompt: str,
+    negative_prompt: str | None,
+    *,
+    steps: int,
+    sampler: str,
+    guidance: float,
+    seed: int,
+    size: tuple[int, int],
+    model: str,
+) -> str:
+    """What a picture was made with, as A1111 writes it into its PNGs and other tools read it.
+
+    The prompt; the negative one after its heading; last a line of `Name: value` with commas between, where a value
+    that holds commas or colons is a JSON string.
+    """
+    values = {
+        "Steps": steps,
+        "Sampler": sampler,
+        "CFG scale": f"{guidance:g}",
+        "Seed": seed,
+        "Size": f"{size[0]}x{size[1]}",
+        "Model": model,
+        "Version": f"icom {__version__}",
+    }
+    last = ", ".join(f"{name}: {_quoted(str(value))}" for name, value in values.items())
+    negative = [f"Negative prompt: {negative_prompt}"] if negative_prompt else []
+    return "\n".join([prompt, *negative, last])
+
+
+def _quoted(value: str) -> str:
+    return json.dumps(value, ensure_ascii=False) if re.search(r"[,:\n]", value) else value
 
 
 def model_card(*, token: str, base_model: str, learnable_property: str, steps: int, pictures: Sequence[str]) -> str:

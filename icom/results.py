@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from icom import hub, models, tracking
 from icom.checkpoint import VALIDATION, State
-from icom.embedding_file import save_embedding
+from icom.embedding_file import OPENS_IN, named_by_file, save_embedding
 from icom.errors import IcomError
 from icom.files import make_writable_folder, write_atomically
 from icom.generate import draw
@@ -112,7 +112,8 @@ def finish(
         arguments += ["--mixed_precision", str(config.mixed_precision)]
     done = f"Learned {token}" if steps else f"Step {config.max_train_steps} was done already: wrote {token} again"
     print(f"\n{done} in {time.monotonic() - began:.0f} s, peak memory {peak:.1f} GB. In {output}:")
-    print(f"  {EMBEDDING}  opens in diffusers, A1111 and ComfyUI")
+    print(f"  {EMBEDDING}  {OPENS_IN}")
+    print(f"    {named_by_file(token)}")
     print(f"  {', '.join(pictures)}, metrics.jsonl, config.yaml (runs this again: icom train --config)")
     if config.save_as_full_pipeline:
         print("  the whole pipeline (StableDiffusionPipeline.from_pretrained)")

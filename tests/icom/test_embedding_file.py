@@ -110,7 +110,7 @@ def test_convert_says_what_became_of_it(icom: Run) -> None:
     result = icom("convert", "cat toy.pt")
     assert result.code == 0, result.err
     assert "cat toy.safetensors: cat-toy, 2 x 128, float32; opens in diffusers, A1111 and ComfyUI" in result.out
-    assert "the file's name is the word: cat toy.safetensors is cat toy and embedding:cat toy." in result.out
+    assert "by its file's name: this one is `cat toy` in A1111 and `embedding:cat toy` in ComfyUI." in result.out
     assert_refused(icom("convert", "cat toy.pt=<mine>"), 1, "cat toy.safetensors exists already", "--output")
     assert icom("convert", "cat toy.pt=<mine>", "--output", "sub/mine.safetensors").code == 0
     assert set(load_file("sub/mine.safetensors")) == {"<mine>"}
@@ -143,7 +143,7 @@ BAD = [
     (3, "holds a int and no tensors"),
     ({"<cat>": torch.zeros(2, dtype=torch.long)}, "expected (vectors, width)"),
     ({"<cat>": ROWS / 0}, "not finite"),
-    (a1111(torch.nn.ParameterDict({"*": torch.nn.Parameter(ROWS)}), None)["string_to_param"], "holds"),
+    ({"string_to_param": torch.nn.ParameterDict({"*": ROWS})}, "holds torch.nn.modules.container.ParameterDict beside"),
 ]
 
 
@@ -198,9 +198,8 @@ def draw(icom: Run, prompt: str, *arguments: str) -> Result:
 @pytest.mark.usefixtures("_here")
 def test_word_named_anew(icom: Run) -> None:
     torch.save(a1111(ROWS, "toy"), "a=b.pt")
-    assert_refused(
-        draw(icom, "a toy", "--embedding", "a=b.pt"), 1, "a=b.pt holds toy, which is known already", "<my-toy>"
-    )
+    result = draw(icom, "a toy", "--embedding", "a=b.pt")
+    assert_refused(result, 1, "a=b.pt holds toy, which is known already", "--embedding FILE=<my-toy>")
     assert draw(icom, "a <my-toy>", "--embedding", "a=b.pt=<my-toy>").code == 0
     for word in ("", "two words"):
         assert_refused(draw(icom, "a toy", "--embedding", f"a=b.pt={word}"), 2, "after = comes the word, one without")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import re
 import shlex
 import shutil
 from collections.abc import Callable, Iterator
@@ -275,6 +277,80 @@ def test_model_of_the_run_is_found_beside_the_embedding(
     assert str(tmp_path / "gone") in result.err
     # Naming another model drops all that the run says about its own.
     draw(*arguments, "--pretrained_model_name_or_path", "bundled")
+
+
+@pytest.mark.parametrize("content", ["a: [", "- a\n- b\n", "\x00\x01", "pretrained_model_name_or_path: [1]\n"])
+def test_malformed_config_beside_the_embedding(
+    icom: Command, rows: dict[str, Path], tmp_path: Path, content: str
+) -> None:
+    """It may be another tool's; the word can be drawn without."""
+    (tmp_path / "config.yaml").write_text(content)
+    arguments = ("--prompt", "a <one>", "--num_inference_steps=1", "--embedding", str(rows["one"]))
+    result = icom("generate", *arguments, "--output_dir", str(tmp_path / "out"))
+    assert result.code == 0, result.err
+    assert (tmp_path / "out" / "000-a-one-seed0.png").is_file()
+    told = f"{tmp_path / 'config.yaml'}" in result.err and "going on without" in result.err
+    assert told == (not content.startswith("pretrained"))
+
+
+# What a picture says of itself.
+
+
+def text_chunks(content: bytes) -> dict[str, str]:
+    """tEXt and iTXt of a PNG, by its specification alone."""
+    place, found = 8, {}
+    while place < len(content):
+        length = int.from_bytes(content[place : place + 4], "big")
+        kind, data = content[place + 4 : place + 8], content[place + 8 : place + 8 + length]
+        keyword, _, rest = data.partition(b"\0")
+        if kind == b"tEXt":
+            found[keyword.decode("latin-1")] = rest.decode("latin-1")
+        elif kind == b"iTXt":
+            assert rest[:2] == b"\0\0"  # not compressed
+            found[keyword.decode("latin-1")] = rest[2:].split(b"\0", 2)[2].decode()
+        place += 12 + length
+    return found
+
+
+def read_as_a1111_does(text: str) -> dict[str, str]:
+    """The last line holds `Name: value` pairs; values with commas, colons or line breaks are JSON strings."""
+    *lines, last = text.split("\n")
+    pairs = re.findall(r'\s*(\w[\w \-/]+):\s*("(?:\\.|[^\\"])+"|[^,]*)(?:,|$)', last)
+    values = {name: json.loads(value) if value.startswith('"') else value for name, value in pairs}
+    prompt, _, negative = "\n".join(lines).partition("\nNegative prompt: ")
+    return values | {"prompt": prompt, "negative": negative}
+
+
+def test_pictures_say_what_they_were_drawn_with(draw: Draw, rows: dict[str, Path], tmp_path: Path) -> None:
+    model = tmp_path / "my model, v1: final"
+    shutil.copytree(models.BUNDLE, model)
+    prompts = ("a photo of <one>, close-up", "ein M\u00e4nnlein, \U0001f4a1 <one>")
+    files = draw(
+        *("--prompt", *prompts, "--negative_prompt", "blurry: a, b", "--embedding", str(rows["one"]), "--grid"),
+        *("--seed", "41", "--num_images_per_prompt", "2", "--resolution", "32", "--scheduler", "euler_a"),
+        *("--guidance_scale", "7", "--pretrained_model_name_or_path", str(model)),
+        steps=2,
+    )
+    for prompt, name in zip(prompts, ("000-a-photo-of-one-close-up", "001-ein-m-nnlein-one"), strict=True):
+        content = files[f"{name}-seed42.png"]
+        (text,) = text_chunks(content).values()
+        with Image.open(io.BytesIO(content)) as image:
+            assert image.info == {"parameters": text}
+        values = read_as_a1111_does(text)
+        assert values.pop("Version").startswith("icom ")
+        assert values == {
+            "prompt": prompt,
+            "negative": "blurry: a, b",
+            "Steps": "2",
+            "Sampler": "Euler a",
+            "CFG scale": "7",
+            "Seed": "42",
+            "Size": "32x32",
+            "Model": "my model, v1: final",
+        }
+    (plain,) = draw("--prompt", "a toy", "--scheduler", "model", "--resolution", "32", steps=1).values()
+    assert text_chunks(plain)["parameters"].startswith("a toy\nSteps: 1, Sampler: ")
+    assert "Model: bundled, Version: icom" in text_chunks(plain)["parameters"]
 
 
 # Pictures of a training run.

@@ -232,6 +232,7 @@ def test_start_line_and_closing_lines(tmp_path: Path, train: Train) -> None:
         assert phrase in result.out
     embedding = tmp_path / "learned_embeds.safetensors"
     assert f"icom generate --embedding {embedding} --prompt 'a photo of <robot>'" in result.out
+    assert "copied as robot.safetensors it is `robot` in A1111 and `embedding:robot` in ComfyUI." in result.out
     assert "loss" in result.err  # the progress bar
     assert "s/step" in result.err
 

@@ -36,7 +36,7 @@ class Word:
     token: str
     rows: torch.Tensor  # float32 (vectors, width)
     path: Path  # where it was read
-    title: str  # of the file, or of the repository on the Hub
+    stem: Path  # where a file made of it goes, without its ending
 
 
 def save_embedding(path: Path, token: str, rows: torch.Tensor) -> None:
@@ -80,8 +80,8 @@ def find_word(name: str) -> Word:
             raise UsageError(f"--embedding {name}: after = comes the word, one without spaces, for instance <mine>.")
     path = _find_file(place)
     own, rows = load_embedding(path)
-    title = path.stem if path == Path(place).expanduser() else place.rpartition("/")[2]
-    return Word(token or own, rows, path, title)
+    from_hub = path != Path(place).expanduser()
+    return Word(token or own, rows, path, Path(place.rpartition("/")[2]) if from_hub else path.with_suffix(""))
 
 
 def load_embedding(path: Path) -> tuple[str, torch.Tensor]:
@@ -133,8 +133,7 @@ def convert(config: ConvertConfig) -> None:
         IcomError: the embedding cannot be read, the output not written, or it exists.
     """
     word = find_word(config.embedding)
-    from_hub = word.title != word.path.stem
-    output = Path(config.output or (Path() if from_hub else word.path.parent) / f"{word.title}.safetensors")
+    output = Path(config.output or f"{word.stem}.safetensors")
     if output.exists():
         raise IcomError(f"{output} exists already. Name another file with --output.")
     make_writable_folder(output.parent)

@@ -19,7 +19,7 @@ from icom.engine.memory import keep_freed_memory
 from icom.errors import IcomError, UsageError
 from icom.files import make_writable_folder
 from icom.prompts import as_taught, check_prompts
-from icom.report import drawn_with, grid, save_png
+from icom.report import A1111_SAMPLERS, drawn_with, grid, save_png
 
 if TYPE_CHECKING:
     from diffusers import StableDiffusionPipeline
@@ -94,7 +94,7 @@ def generate(config: GenerateConfig) -> None:
             prompt,
             negative_prompt,
             steps=config.num_inference_steps,
-            sampler=models.A1111_SAMPLERS.get(config.scheduler, type(pipeline.scheduler).__name__),
+            sampler=A1111_SAMPLERS.get(config.scheduler, type(pipeline.scheduler).__name__),
             guidance=config.guidance_scale,
             seed=seed,
             size=image.size,

@@ -37,17 +37,6 @@ SAMPLERS = {
 }
 """Names that the field uses -> classes of `diffusers`."""
 
-A1111_SAMPLERS = {
-    "ddim": "DDIM",
-    "ddpm": "DDPM",
-    "dpm++": "DPM++ 2M",
-    "euler": "Euler",
-    "euler_a": "Euler a",
-    "pndm": "PLMS",
-    "unipc": "UniPC",
-}
-"""The same, as A1111 calls them."""
-
 _WEIGHTS = {"text_encoder": "model", "vae": "diffusion_pytorch_model", "unet": "diffusion_pytorch_model"}
 _VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"))
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")

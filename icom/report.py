@@ -18,6 +18,17 @@ from icom import __version__
 from icom.files import write_atomically, write_error
 from icom.models import is_hub_id
 
+A1111_SAMPLERS = {
+    "ddim": "DDIM",
+    "ddpm": "DDPM",
+    "dpm++": "DPM++ 2M",
+    "euler": "Euler",
+    "euler_a": "Euler a",
+    "pndm": "PLMS",
+    "unipc": "UniPC",
+}
+"""Our names of samplers (icom.models.SAMPLERS) -> A1111's."""
+
 
 class Metrics:
     """`metrics.jsonl`: one JSON object per optimizer step. A resumed run continues the file where it left off."""

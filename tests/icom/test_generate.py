@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from icom import models
 from icom.config import GenerateConfig
 from icom.embedding_file import save_embedding
-from icom.report import grid, loss_curve, model_card, running_mean
+from icom.report import A1111_SAMPLERS, grid, loss_curve, model_card, running_mean
 from tests.support.command import Result
 
 Command = Callable[..., Result]
@@ -140,6 +140,7 @@ def test_samplers_are_the_ones_on_offer() -> None:
 
     assert set(get_args(get_type_hints(GenerateConfig)["scheduler"])) == {"model", *models.SAMPLERS}
     assert all(hasattr(diffusers, name) for name in models.SAMPLERS.values())
+    assert set(A1111_SAMPLERS) == set(models.SAMPLERS)
 
 
 # Prompts, files, grid.

@@ -22,7 +22,7 @@ LONG = "a red star " * 26
 
 
 def word(token: str, vectors: int) -> Word:
-    return Word(token, torch.zeros(vectors, 128), Path("learned_embeds.safetensors"), "learned_embeds")
+    return Word(token, torch.zeros(vectors, 128), Path("learned_embeds.safetensors"), Path("learned_embeds"))
 
 
 def check(prompts: list[str], *words: Word, negative: str | None = None) -> list[str]:
@@ -94,6 +94,17 @@ def test_embedding_that_no_prompt_says(draw: Draw, mine: Path, tmp_path: Path) -
 def test_word_inside_another(token: str, vectors: int, prompt: str) -> None:
     with pytest.raises(UsageError, match=r"obo is read inside another word. Name it anew, as in .* FILE=<my-obo>"):
         check([prompt], word(token, vectors))
+
+
+def test_word_of_a_whole_pipeline_is_cut_off(tmp_path: Path) -> None:
+    """Saved in the model's own tokenizer, without --embedding."""
+    tokenizer = models.load_tokenizer(models.find("bundled"))
+    tokenizer.add_tokens(["<mine>", "<mine>_1"])
+    tokenizer.save_pretrained(tmp_path)
+    tokenizer = models.load_tokenizer(models.ModelSource("bundled", models.BUNDLE, tokenizer=tmp_path))
+    assert check_prompts(tokenizer, ["a <mine>"], None, []) == []
+    with pytest.raises(UsageError, match="and <mine>_1 in the prompt"):
+        check_prompts(tokenizer, ["a " * 74 + "<mine>"], None, [])
 
 
 # Warned of.

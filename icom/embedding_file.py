@@ -15,7 +15,7 @@ from safetensors.torch import load, save
 from icom import models
 from icom.config import ConvertConfig
 from icom.errors import IcomError, UsageError
-from icom.files import make_writable_folder, write_atomically
+from icom.files import write_atomically
 
 PUBLISHED = ("learned_embeds.safetensors", "learned_embeds.bin")
 """What a repository of an embedding on the Hub holds; the first one that is there is taken."""
@@ -39,16 +39,17 @@ class Word:
     stem: Path  # where a file made of it goes, without its ending
 
 
-def save_embedding(path: Path, token: str, rows: torch.Tensor) -> None:
+def save_embedding(path: Path, token: str, rows: torch.Tensor, option: str = "--output_dir") -> None:
     """Write rows in the one form that diffusers, A1111 and ComfyUI all open: a single key, the token; 2-D; float32.
 
     Args:
         path: *.safetensors.
         token: the placeholder.
         rows: (vectors, width).
+        option: what the user chose the folder with.
     """
     tensor = rows.detach().float().cpu().contiguous()
-    write_atomically(path, save({token: tensor}, metadata={"format": "pt"}))
+    write_atomically(path, save({token: tensor}, metadata={"format": "pt"}), option)
 
 
 def named_by_file(token: str, title: str | None = None) -> str:
@@ -77,7 +78,7 @@ def find_word(name: str) -> Word:
     if "=" in name and not Path(name).exists():
         place, _, token = name.rpartition("=")
         if token.split() != [token]:
-            raise UsageError(f"--embedding {name}: after = comes the word, one without spaces, for instance <mine>.")
+            raise UsageError(f"{name}: after the last = comes the word, one without spaces, for instance <mine>.")
     path = _find_file(place)
     own, rows = load_embedding(path)
     from_hub = path != Path(place).expanduser()
@@ -98,7 +99,7 @@ def load_embedding(path: Path) -> tuple[str, torch.Tensor]:
     """
     if not path.is_file():
         kind = "is a folder" if path.is_dir() else "does not exist"
-        raise IcomError(f"--embedding {path} {kind}. Name the learned_embeds.safetensors of a run.")
+        raise IcomError(f"The embedding {path} {kind}. Name the learned_embeds.safetensors of a run.")
     if path.stat().st_size > _LARGEST:
         raise IcomError(f"{path} is too large for an embedding ({path.stat().st_size / 2**20:.0f} MB): a whole model?")
     token, tensors = _words_in(_read(path), path)
@@ -136,8 +137,7 @@ def convert(config: ConvertConfig) -> None:
     output = Path(config.output or f"{word.stem}.safetensors")
     if output.exists():
         raise IcomError(f"{output} exists already. Name another file with --output.")
-    make_writable_folder(output.parent)
-    save_embedding(output, word.token, word.rows)
+    save_embedding(output, word.token, word.rows, "--output")
     vectors, width = word.rows.shape
     print(f"{output}: {word.token}, {vectors} x {width}, float32; {OPENS_IN}")
     print(named_by_file(word.token, output.stem))

@@ -26,7 +26,11 @@ from tests.support.command import Result, Run, assert_refused, cut
             ("--prompt", "x", "--scheduler", "ddim", "--num_inference_steps", "2000"),
             ("--scheduler ddim cannot do --num_inference_steps 2000", "Try 25"),
         ),
-        (1, ("--prompt", "x", "--embedding", "nowhere.safetensors"), ("--embedding nowhere.safetensors does not",)),
+        (
+            1,
+            ("--prompt", "x", "--embedding", "nowhere.safetensors"),
+            ("The embedding nowhere.safetensors does not exist",),
+        ),
     ],
 )
 def test_generate(

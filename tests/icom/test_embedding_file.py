@@ -112,8 +112,10 @@ def test_convert_says_what_became_of_it(icom: Run) -> None:
     assert "cat toy.safetensors: cat-toy, 2 x 128, float32; opens in diffusers, A1111 and ComfyUI" in result.out
     assert "by its file's name: this one is `cat toy` in A1111 and `embedding:cat toy` in ComfyUI." in result.out
     assert_refused(icom("convert", "cat toy.pt=<mine>"), 1, "cat toy.safetensors exists already", "--output")
-    assert icom("convert", "cat toy.pt=<mine>", "--output", "sub/mine.safetensors").code == 0
-    assert set(load_file("sub/mine.safetensors")) == {"<mine>"}
+    assert icom("convert", "cat toy.pt=<mine>", "--output", "mine.safetensors").code == 0
+    assert set(load_file("mine.safetensors")) == {"<mine>"}
+    result = icom("convert", "cat toy.pt=<mine>", "--output", "no/where.safetensors")
+    assert_refused(result, 1, "Cannot write no/where.safetensors: No such file", "Choose another --output.")
 
 
 class Harmful:
@@ -202,7 +204,9 @@ def test_word_named_anew(icom: Run) -> None:
     assert_refused(result, 1, "a=b.pt holds toy, which is known already", "--embedding FILE=<my-toy>")
     assert draw(icom, "a <my-toy>", "--embedding", "a=b.pt=<my-toy>").code == 0
     for word in ("", "two words"):
-        assert_refused(draw(icom, "a toy", "--embedding", f"a=b.pt={word}"), 2, "after = comes the word, one without")
+        assert_refused(
+            draw(icom, "a toy", "--embedding", f"a=b.pt={word}"), 2, "after the last = comes the word, one without"
+        )
     # A word of several vectors whose second token is another's first.
     save_embedding(Path("one.safetensors"), "<my-toy>_1", ROWS)
     result = draw(icom, "a <my-toy>", "--embedding", "one.safetensors", "a=b.pt=<my-toy>")

@@ -29,7 +29,7 @@ from tests.support.command import Result, Run, assert_refused, cut
         (
             1,
             ("--prompt", "x", "--embedding", "nowhere.safetensors"),
-            ("The embedding nowhere.safetensors does not exist",),
+            ("embedding nowhere.safetensors does not exist",),
         ),
     ],
 )

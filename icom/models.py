@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from icom.architectures import ARCHITECTURES, build_text_encoder, build_unet, build_vae, fill_random
 from icom.errors import IcomError, UsageError
+from icom.kinds import CONFIGS, read_json, refuse_other_kinds
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +39,7 @@ SAMPLERS = {
 """Names that the field uses -> classes of `diffusers`."""
 
 _WEIGHTS = {"text_encoder": "model", "vae": "diffusion_pytorch_model", "unet": "diffusion_pytorch_model"}
+_SCHEDULER = "scheduler/scheduler_config.json"
 _VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"))
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -114,6 +116,7 @@ def find(
         return ModelSource(name, architecture=architecture, tokenizer=tokenizer)
     if Path(name).expanduser().is_dir():
         source = ModelSource(name, Path(name).expanduser(), tokenizer=tokenizer, variant=variant)
+        _check_kind(source)
         _check_folder(source, configs_only=configs_only)
         return source
     if not is_hub_id(name):
@@ -124,13 +127,13 @@ def find(
     if name in MOVED:
         print(f"icom: {name} is gone from the Hub; taking its copy {MOVED[name]}.", file=sys.stderr)
         name = MOVED[name]
-    if configs_only:
-        source = ModelSource(name, snapshot(name, revision, [f"{part}/config.json" for part in _WEIGHTS]))
-        _check_folder(source, configs_only=True)
-        return source
-    return ModelSource(
-        name, _download(name, revision, variant, with_tokenizer=tokenizer is None), None, tokenizer, variant
-    )
+    # What is small comes first, and says whether the rest is worth fetching.
+    source = ModelSource(name, snapshot(name, revision, [*CONFIGS, _SCHEDULER]), None, tokenizer, variant)
+    _check_kind(source)
+    _check_folder(source, configs_only=True)
+    if not configs_only:
+        _download(source)
+    return source
 
 
 def is_hub_id(name: str) -> bool:
@@ -302,13 +305,23 @@ def _check_vocabulary(source: ModelSource, tokenizer: CLIPTokenizer, text_encode
         )
 
 
+def _check_kind(source: ModelSource) -> None:
+    """Refuse a folder, or a snapshot of the Hub's small files, that holds another kind of model."""
+    assert source.folder is not None
+    documents = {name: read_json(source.folder, name) for name in CONFIGS if (source.folder / name).is_file()}
+    if is_hub_id(source.name):
+        # The names of all files are one more question to the Hub: only asked where the small ones are not there.
+        names = [] if "unet/config.json" in documents else _names_on_the_hub(source.name, source.folder.name)
+    else:
+        names = [path.name for path in source.folder.iterdir()]
+    refuse_other_kinds(source.name, documents, names)
+
+
 def _check_folder(source: ModelSource, *, configs_only: bool = False) -> None:
     """Name everything that is missing in a model folder at once."""
     assert source.folder is not None
     suffix = f".{source.variant}.safetensors" if source.variant else ".safetensors"
-    wanted = [f"{part}/config.json" for part in _WEIGHTS]
-    if not configs_only:
-        wanted.append("scheduler/scheduler_config.json")
+    wanted = [*(f"{part}/config.json" for part in _WEIGHTS), _SCHEDULER]
     missing = [name for name in wanted if not (source.folder / name).is_file()]
     if not configs_only:
         for part, stem in _WEIGHTS.items():
@@ -333,15 +346,25 @@ def _find_tokenizer(name: str) -> Path:
     return downloaded / "tokenizer" if (downloaded / "tokenizer").is_dir() else downloaded
 
 
-def _download(name: str, revision: str | None, variant: str | None, *, with_tokenizer: bool) -> Path:
+def _download(source: ModelSource) -> None:
     """Fetch just the files that are needed: no pickles, no other variants, no safety checker."""
-    suffix = f".{variant}.safetensors" if variant else ".safetensors"
-    patterns = ["scheduler/*.json", *(["tokenizer/*"] if with_tokenizer else [])]
+    assert source.folder is not None
+    suffix = f".{source.variant}.safetensors" if source.variant else ".safetensors"
+    patterns = ["scheduler/*.json", *([] if source.tokenizer else ["tokenizer/*"])]
     for part, stem in _WEIGHTS.items():
         patterns += [f"{part}/config.json", f"{part}/{stem}{suffix}"]
-    folder = snapshot(name, revision, patterns)
-    _check_folder(ModelSource(name, folder, None, None if with_tokenizer else folder, variant))
-    return folder
+    snapshot(source.name, source.folder.name, patterns)  # the commit whose configurations were checked
+    _check_folder(source)
+
+
+def _names_on_the_hub(name: str, commit: str) -> list[str]:
+    """All files of a repository; none where the Hub does not say."""
+    from huggingface_hub import HfApi
+
+    try:
+        return HfApi().list_repo_files(name, revision=commit)
+    except Exception:  # it is only for a better message, and any of an HTTP client's errors may come
+        return []
 
 
 def snapshot(name: str, revision: str | None, patterns: list[str], what: str = "model") -> Path:

@@ -21,6 +21,7 @@ from tests.support.fake_hub import DROP, FakeHub, Repository
 TOKEN = "hf_ThisIsTheSecretOfTheTests"
 RESULTS = {"README.md", "config.yaml", "learned_embeds.safetensors", "loss.png", "comparison.png"}
 NEEDED = {
+    "model_index.json",
     "scheduler/scheduler_config.json",
     "tokenizer/tokenizer.json",
     "tokenizer/tokenizer_config.json",
@@ -378,7 +379,9 @@ def test_params_downloads_configs_only(hub: FakeHub, icom: Train) -> None:
     complete_repository(hub, "some/model")
     result = icom("params", "some/model", "--json")
     assert result.code == 0, result.err
-    assert hub.downloaded == {f"{part}/config.json" for part in ("text_encoder", "vae", "unet")}
+    assert hub.downloaded == {name for name in NEEDED if name.endswith("config.json") or name == "model_index.json"} - {
+        "tokenizer/tokenizer_config.json"
+    }
     bundled = icom("params", "bundled", "--json")
     assert json.loads(result.out) == json.loads(bundled.out) | {"model": "some/model"}
 
@@ -388,4 +391,4 @@ def test_params_of_what_is_no_pipeline(hub: FakeHub, icom: Train) -> None:
     no_pipeline(hub)
     result = icom("params", "some/model")
     assert result.code == 1
-    assert "lacks text_encoder/config.json, vae/config.json" in result.err
+    assert "lacks scheduler/scheduler_config.json, text_encoder/config.json, vae/config.json" in result.err

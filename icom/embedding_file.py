@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from icom import models
+from icom import hub, models
 from icom.config import ConvertConfig
 from icom.errors import IcomError, UsageError
 from icom.files import write_atomically
@@ -147,7 +147,7 @@ def _find_file(place: str) -> Path:
     path = Path(place).expanduser()
     if path.exists() or path.suffix in _SUFFIXES or not models.is_hub_id(place):
         return path
-    folder = models.snapshot(place, None, [*PUBLISHED, "config.yaml"], "embedding")
+    folder = hub.snapshot(place, None, [*PUBLISHED, "config.yaml"], "embedding")
     for name in PUBLISHED:
         if (folder / name).is_file():
             return folder / name

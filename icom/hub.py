@@ -1,7 +1,8 @@
-"""Upload of a result to the Hugging Face Hub."""
+"""Upload of a result to the Hugging Face Hub, and download of a model's files."""
 
 from __future__ import annotations
 
+import logging
 import shlex
 from pathlib import Path
 
@@ -92,6 +93,72 @@ def upload(folder: Path, repository: str, token: str | None, *, pipeline: bool) 
             f"with `hf auth login`):\n  {shlex.join(again)}"
         ) from error
     return f"{api.endpoint}/{repository}"
+
+
+def snapshot(name: str, revision: str | None, patterns: list[str], what: str = "model") -> Path:
+    """Fetch the files of a repository that match, into the cache; what is there already is not fetched.
+
+    Args:
+        name: owner/name.
+        revision: branch, tag or commit; None for the main branch.
+        patterns: glob patterns.
+        what: is looked for, for messages.
+
+    Returns:
+        The folder in the cache; its name is the commit.
+
+    Raises:
+        IcomError: no such repository, no right to it, or the Hub cannot be reached and the cache does not have it.
+    """
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    instead = "a folder with the model; `bundled` works without a network" if what == "model" else "a file"
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+    except GatedRepoError as error:
+        raise IcomError(f"{name} is gated: accept its licence on the Hub and log in (`hf auth login`).") from error
+    except RevisionNotFoundError as error:
+        raise IcomError(f"{name} on the Hub has no revision {revision!r}.") from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise IcomError(
+            f"No {what} {name}: there is no such {'folder' if what == 'model' else 'file'}, and no such (public) "
+            "repository on the Hub."
+        ) from error
+    except HfHubHTTPError as error:
+        raise IcomError(
+            f"The Hub refuses {name} (HTTP {error.response.status_code}). Is the stored token ($HF_TOKEN or "
+            "`hf auth login`) still valid?"
+        ) from error
+    except Exception as error:
+        # LocalEntryNotFoundError: the Hub did not answer and the cache does not hold it. The HTTP client's own
+        # exceptions come through too, and which client that is changes.
+        if isinstance(error, OSError) and error.errno is not None:
+            raise IcomError(
+                f"Cannot write the cache {constants.HF_HUB_CACHE}: {error.strerror}. Name a folder with room with "
+                "$HF_HOME."
+            ) from error
+        raise IcomError(
+            f"Cannot get {name}: the Hub ({constants.ENDPOINT}) cannot be reached and the {what} is not in the cache. "
+            f"Check the network or proxy, or give {instead}."
+        ) from error
+
+
+def file_names(name: str, commit: str) -> list[str]:
+    """All files of a repository; none where the Hub does not say."""
+    from huggingface_hub import HfApi
+
+    try:
+        return HfApi().list_repo_files(name, revision=commit)
+    except Exception:  # it is only for a better message, and any of an HTTP client's errors may come
+        return []
 
 
 def _reason(error: BaseException) -> str:

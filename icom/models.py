@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import re
@@ -12,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from icom import hub
 from icom.architectures import ARCHITECTURES, build_text_encoder, build_unet, build_vae, fill_random
 from icom.errors import IcomError, UsageError
 from icom.kinds import CONFIGS, read_json, refuse_other_kinds
+from icom.model_checks import SCHEDULER, TOKENIZER, check_configs, check_weights
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +40,6 @@ SAMPLERS = {
 """Names that the field uses -> classes of `diffusers`."""
 
 _WEIGHTS = {"text_encoder": "model", "vae": "diffusion_pytorch_model", "unet": "diffusion_pytorch_model"}
-_SCHEDULER = "scheduler/scheduler_config.json"
 _VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"))
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -128,7 +128,7 @@ def find(
         print(f"icom: {name} is gone from the Hub; taking its copy {MOVED[name]}.", file=sys.stderr)
         name = MOVED[name]
     # What is small comes first, and says whether the rest is worth fetching.
-    source = ModelSource(name, snapshot(name, revision, [*CONFIGS, _SCHEDULER]), None, tokenizer, variant)
+    source = ModelSource(name, hub.snapshot(name, revision, [*CONFIGS, SCHEDULER]), None, tokenizer, variant)
     _check_kind(source)
     _check_folder(source, configs_only=True)
     if not configs_only:
@@ -176,13 +176,14 @@ def load(source: ModelSource, dtype: torch.dtype) -> Model:
         folder, variant = source.folder, source.variant
         options = {"variant": variant, "use_safetensors": True}
         tokenizer = load_tokenizer(source)
+        noise_scheduler = _load_part(DDPMScheduler, folder, "scheduler")
+        own_sampler(source)
         # What does not fit is then reported by name, as diffusers does in any case.
         fit = {"ignore_mismatched_sizes": True}
         text_encoder = _load_weights(CLIPTextModel, folder, "text_encoder", dtype=torch.float32, **options, **fit)
         _check_vocabulary(source, tokenizer, text_encoder)
         vae = _load_weights(AutoencoderKL, folder, "vae", torch_dtype=dtype, **options)
         unet = _load_weights(UNet2DConditionModel, folder, "unet", torch_dtype=dtype, **options)
-        noise_scheduler = _load_part(DDPMScheduler, folder, "scheduler")
     # A tokenizer from a bare vocabulary knows no limit, and pipelines pad to it.
     context_length: int = text_encoder.config.max_position_embeddings
     tokenizer.model_max_length = min(tokenizer.model_max_length, context_length)
@@ -208,6 +209,7 @@ def load_tokenizer(source: ModelSource) -> CLIPTokenizer:
             f"The tokenizer folder {folder} lacks tokenizer.json (or vocab.json and merges.txt). Fetch the model "
             "again, or name another tokenizer with --tokenizer_name."
         )
+    check_configs(folder, [TOKENIZER])
     tokenizer = _load_part(CLIPTokenizer, folder, None)
     assert isinstance(tokenizer, CLIPTokenizer)
     return tokenizer
@@ -223,11 +225,10 @@ def pipeline_of(model: Model, sampler: str = "dpm++") -> StableDiffusionPipeline
     import diffusers
 
     scheduler: Any = model.noise_scheduler
-    if sampler == "model" and model.source.folder:
-        config = json.loads((model.source.folder / "scheduler" / "scheduler_config.json").read_text())
-        scheduler = getattr(diffusers, config.get("_class_name", "DDPMScheduler")).from_config(config)
-    elif sampler != "model":
-        scheduler = getattr(diffusers, SAMPLERS[sampler]).from_config(scheduler.config)
+    if sampler == "model":
+        scheduler = own_sampler(model.source) or scheduler
+    else:
+        scheduler = _sampler(getattr(diffusers, SAMPLERS[sampler]), scheduler.config, model.source)
     pipeline = diffusers.StableDiffusionPipeline(
         vae=model.vae,
         text_encoder=model.text_encoder,
@@ -240,6 +241,36 @@ def pipeline_of(model: Model, sampler: str = "dpm++") -> StableDiffusionPipeline
     )
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
+
+
+def own_sampler(source: ModelSource) -> Any:
+    """The sampler that a model's folder names; None for random weights.
+
+    Raises:
+        IcomError: it names none of diffusers', or its options do not go together.
+    """
+    import diffusers
+
+    if source.folder is None:
+        return None
+    config = read_json(source.folder, SCHEDULER)
+    sampler = getattr(diffusers, config.get("_class_name", "DDPMScheduler"), None)
+    if not (isinstance(sampler, type) and issubclass(sampler, diffusers.SchedulerMixin)):
+        raise IcomError(
+            f"The model in {source.folder} cannot work: _class_name in {SCHEDULER} is {config['_class_name']!r}, no "
+            "scheduler of this version of diffusers. Fetch it again, or take another."
+        )
+    return _sampler(sampler, config, source)
+
+
+def _sampler(sampler: Any, config: Any, source: ModelSource) -> Any:
+    try:
+        return sampler.from_config(config)
+    except Exception as error:  # a sampler's constructor raises nearly anything for options of strangers
+        raise IcomError(
+            f"The scheduler of {source.name} cannot be made from its {SCHEDULER}: {error}. Fetch the model again, or "
+            "take another."
+        ) from error
 
 
 def broken_parts(source: ModelSource, dtype: torch.dtype) -> list[str]:
@@ -311,22 +342,24 @@ def _check_kind(source: ModelSource) -> None:
     documents = {name: read_json(source.folder, name) for name in CONFIGS if (source.folder / name).is_file()}
     if is_hub_id(source.name):
         # The names of all files are one more question to the Hub: only asked where the small ones are not there.
-        names = [] if "unet/config.json" in documents else _names_on_the_hub(source.name, source.folder.name)
+        names = [] if "unet/config.json" in documents else hub.file_names(source.name, source.folder.name)
     else:
         names = [path.name for path in source.folder.iterdir()]
     refuse_other_kinds(source.name, documents, names)
 
 
 def _check_folder(source: ModelSource, *, configs_only: bool = False) -> None:
-    """Name everything that is missing in a model folder at once."""
+    """Name everything that is missing in a model folder at once, and check its numbers against the weights' headers."""
     assert source.folder is not None
     suffix = f".{source.variant}.safetensors" if source.variant else ".safetensors"
-    wanted = [*(f"{part}/config.json" for part in _WEIGHTS), _SCHEDULER]
+    wanted = [*(f"{part}/config.json" for part in _WEIGHTS), SCHEDULER]
     missing = [name for name in wanted if not (source.folder / name).is_file()]
+    weights: dict[str, list[Path]] = {}
     if not configs_only:
         for part, stem in _WEIGHTS.items():
-            if not any((source.folder / part).glob(f"{stem}*{suffix}")):
-                missing.append(f"{part}/{stem}{suffix}")
+            whole = source.folder / part / f"{stem}{suffix}"
+            weights[part] = [whole] if whole.is_file() else sorted(whole.parent.glob(f"{stem}*{suffix}"))
+        missing += [f"{part}/{_WEIGHTS[part]}{suffix}" for part, files in weights.items() if not files]
         if source.tokenizer is None and not (source.folder / "tokenizer").is_dir():
             missing.append("tokenizer/")
     if missing:
@@ -334,6 +367,8 @@ def _check_folder(source: ModelSource, *, configs_only: bool = False) -> None:
             f"The model folder {source.folder} lacks {', '.join(sorted(missing))}. It has to be a Stable Diffusion "
             "pipeline in diffusers' layout with safetensors weights."
         )
+    check_configs(source.folder)
+    check_weights(source.folder, weights)
 
 
 def _find_tokenizer(name: str) -> Path:
@@ -342,7 +377,7 @@ def _find_tokenizer(name: str) -> Path:
         return folder
     if not is_hub_id(name):
         raise IcomError(f"No such tokenizer folder: {name}.")
-    downloaded = snapshot(name, None, ["*.json", "*.txt", "tokenizer/*"])
+    downloaded = hub.snapshot(name, None, ["*.json", "*.txt", "tokenizer/*"])
     return downloaded / "tokenizer" if (downloaded / "tokenizer").is_dir() else downloaded
 
 
@@ -353,71 +388,5 @@ def _download(source: ModelSource) -> None:
     patterns = ["scheduler/*.json", *([] if source.tokenizer else ["tokenizer/*"])]
     for part, stem in _WEIGHTS.items():
         patterns += [f"{part}/config.json", f"{part}/{stem}{suffix}"]
-    snapshot(source.name, source.folder.name, patterns)  # the commit whose configurations were checked
+    hub.snapshot(source.name, source.folder.name, patterns)  # the commit whose configurations were checked
     _check_folder(source)
-
-
-def _names_on_the_hub(name: str, commit: str) -> list[str]:
-    """All files of a repository; none where the Hub does not say."""
-    from huggingface_hub import HfApi
-
-    try:
-        return HfApi().list_repo_files(name, revision=commit)
-    except Exception:  # it is only for a better message, and any of an HTTP client's errors may come
-        return []
-
-
-def snapshot(name: str, revision: str | None, patterns: list[str], what: str = "model") -> Path:
-    """Fetch the files of a repository on the Hub that match, or take them from the cache.
-
-    Args:
-        name: Hub id.
-        revision: branch, tag or commit; None for main.
-        patterns: file names with wildcards.
-        what: is looked for, for messages.
-
-    Returns:
-        A folder with those of the files that are there.
-
-    Raises:
-        IcomError: no such repository or revision, no right to read it, or the Hub cannot be reached.
-    """
-    from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    instead = "a folder with the model; `bundled` works without a network" if what == "model" else "a file"
-    try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
-    except GatedRepoError as error:
-        raise IcomError(f"{name} is gated: accept its licence on the Hub and log in (`hf auth login`).") from error
-    except RevisionNotFoundError as error:
-        raise IcomError(f"{name} on the Hub has no revision {revision!r}.") from error
-    except (RepositoryNotFoundError, HFValidationError) as error:
-        raise IcomError(
-            f"No {what} {name}: there is no such {'folder' if what == 'model' else 'file'}, and no such (public) "
-            "repository on the Hub."
-        ) from error
-    except HfHubHTTPError as error:
-        raise IcomError(
-            f"The Hub refuses {name} (HTTP {error.response.status_code}). Is the stored token ($HF_TOKEN or "
-            "`hf auth login`) still valid?"
-        ) from error
-    except Exception as error:
-        # LocalEntryNotFoundError: the Hub did not answer and the cache does not hold it. The HTTP client's own
-        # exceptions come through too, and which client that is changes.
-        if isinstance(error, OSError) and error.errno is not None:
-            raise IcomError(
-                f"Cannot write the cache {constants.HF_HUB_CACHE}: {error.strerror}. Name a folder with room with "
-                "$HF_HOME."
-            ) from error
-        raise IcomError(
-            f"Cannot get {name}: the Hub ({constants.ENDPOINT}) cannot be reached and the {what} is not in the cache. "
-            f"Check the network or proxy, or give {instead}."
-        ) from error

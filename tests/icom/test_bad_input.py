@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from icom.images import BUNDLED_CONCEPTS
 from icom.models import BUNDLE
-from tests.support.command import Run, assert_refused, cut
+from tests.support.command import Run, assert_refused, cut, peak_memory
 
 # Options.
 
@@ -344,12 +344,6 @@ def test_huge_picture_is_not_decoded(train: Run, tmp_path: Path, pictures: Path,
     assert_refused(result, 1, "huge.png: ", size, "(100 megapixels at most); scale it down")
     assert peak_memory() - memory < 50, "it was decoded"  # at one byte per pixel 137 MB or more
     assert time.process_time() - began < 5
-
-
-def peak_memory() -> float:
-    """Peak of this process's memory in MB."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) / 2**10
 
 
 def png(side: int) -> bytes:

@@ -67,6 +67,12 @@ def long(*values: object) -> Any:
     return pytest.param(*values, marks=pytest.mark.long)
 
 
+def peak_memory() -> float:
+    """Peak of this process's memory in MB."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) / 2**10
+
+
 def train_arguments(**options: object) -> list[str]:
     """`train` with TRAIN's options, changed by `options`; True is a bare flag, None drops the option."""
     arguments = ["train"]

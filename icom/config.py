@@ -62,7 +62,8 @@ class TrainConfig:
 
     # What is learned, from what.
     pretrained_model_name_or_path: str = "bundled"
-    """The frozen model: a Hub id, a folder, `bundled`, or `random:ARCH` (sd15, sd2-base, sd21, tiny) to measure."""
+    """The frozen model: a Hub id, a folder, a .safetensors file, `bundled`, or `random:ARCH` (sd15, sd2-base, sd21,
+    tiny) to measure."""
     train_data_dir: str = REQUIRED
     """Required. A folder with the pictures and nothing else, or one that ships with icom, such as bundled:red-moon."""
     placeholder_token: str = REQUIRED
@@ -279,7 +280,7 @@ class ParamsConfig:
     """Print how many parameters each part of a model has. Architectures are known without a download."""
 
     model: tyro.conf.Positional[str]
-    """sd15, sd2-base, sd21, tiny, bundled, a folder, or a Hub id."""
+    """sd15, sd2-base, sd21, tiny, bundled, a folder, a single file, or a Hub id."""
     json: bool = False
     """Print JSON."""
 

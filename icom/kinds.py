@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,18 @@ _BY_CHANNELS = {
 }
 """Input channels of a UNet that is not a plain one."""
 
+_BY_WEIGHT = (
+    (r"^lora_(unet|te)|\.lora_(A|B|up|down)\.|\.lora\.(up|down)\.", _LORA),
+    (r"^(emb_params|clip_[gl]|<[^.]*>)$", _WORD),
+    (r"^conditioner\.embedders\.1\.", _XL),
+    (r"^conditioner\.embedders\.0\.model\.", _REFINER),
+    (r"(^|\.)joint_blocks\.0\.", _BY_PIPELINE[0][1]),
+    (r"(^|\.)double_blocks\.0\.", _BY_PIPELINE[2][1]),
+    (r"^control_model\.|controlnet_cond_embedding\.", _CONTROLNET),
+    (r"^(encoder|decoder)\.conv_in\.", "a VAE, a single part of a model: take the whole model"),
+)
+"""Names of weights in single files -> what such a file is."""
+
 _PARTS = {
     "tokenizer": ("CLIPTokenizer", "CLIPTokenizerFast"),
     "text_encoder": ("CLIPTextModel",),
@@ -65,6 +78,21 @@ def refuse_other_kinds(name: str, documents: Mapping[str, dict[str, Any]], names
     if not kind and "unet/config.json" not in documents:
         kind = _alone(documents.get("config.json", {}), names)
     if kind:
+        raise IcomError(f"{name} is {kind}. {TRAINS}, {EXAMPLE}.")
+
+
+def refuse_other_weights(name: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """The same for a single file, by the names and shapes of what is in it.
+
+    Raises:
+        IcomError: it is another kind of file. What is merely incomplete passes.
+    """
+    for pattern, kind in _BY_WEIGHT:
+        if any(re.search(pattern, weight) for weight in shapes):
+            raise IcomError(f"{name} is {kind}. {TRAINS}, {EXAMPLE}.")
+    channels = (*shapes.get("model.diffusion_model.input_blocks.0.0.weight", ()), 4, 4)[1]
+    if channels != 4:
+        kind = _BY_CHANNELS.get(channels, f"a model whose UNet takes {channels} channels")
         raise IcomError(f"{name} is {kind}. {TRAINS}, {EXAMPLE}.")
 
 

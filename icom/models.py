@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from icom import hub
+from icom import hub, single_file
 from icom.architectures import ARCHITECTURES, build_text_encoder, build_unet, build_vae, fill_random
 from icom.errors import IcomError, UsageError
 from icom.kinds import CONFIGS, read_json, refuse_other_kinds
@@ -46,7 +46,7 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model comes from: exactly one of `folder` and `architecture` is set.
+    """Where a model comes from: exactly one of `folder`, `architecture` and `file` is set.
 
     `name` is what the user asked for, after redirects: it goes into model cards and commands to type.
     """
@@ -56,6 +56,7 @@ class ModelSource:
     architecture: str | None = None
     tokenizer: Path | None = None
     variant: str | None = None
+    file: single_file.SingleFile | None = None
 
 
 @dataclass
@@ -97,7 +98,7 @@ def find(
     """Turn what the user wrote into a place to load from, downloading what a Hub id needs.
 
     Args:
-        name: `bundled`, `random:ARCH`, a folder, or a Hub id.
+        name: `bundled`, `random:ARCH`, a folder, a single file, or a Hub id.
         tokenizer_name: folder or Hub id of another tokenizer.
         revision: Git revision on the Hub.
         variant: for instance "fp16".
@@ -119,10 +120,13 @@ def find(
         _check_kind(source)
         _check_folder(source, configs_only=configs_only)
         return source
+    if Path(name).expanduser().is_file():
+        file = single_file.examine(Path(name).expanduser())
+        return ModelSource(name, tokenizer=tokenizer or (None if configs_only else _vocabulary(name)), file=file)
     if not is_hub_id(name):
         raise IcomError(
             f"No such model folder: {name}. Give a folder with a Stable Diffusion pipeline in diffusers' layout, "
-            "a Hub id (owner/name), or `bundled`."
+            "a single .safetensors or .ckpt file, a Hub id (owner/name), or `bundled`."
         )
     if name in MOVED:
         print(f"icom: {name} is gone from the Hub; taking its copy {MOVED[name]}.", file=sys.stderr)
@@ -137,8 +141,9 @@ def find(
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a model of that name can only be on the Hub: owner/name, and no folder here."""
-    return bool(_HUB_ID.fullmatch(name)) and not name.startswith(".") and not Path(name).is_dir()
+    """Whether a model of that name can only be on the Hub: owner/name, neither a folder here nor a file."""
+    is_here = Path(name).is_dir() or Path(name).suffix in single_file.SUFFIXES
+    return bool(_HUB_ID.fullmatch(name)) and not name.startswith(".") and not is_here
 
 
 def load(source: ModelSource, dtype: torch.dtype) -> Model:
@@ -172,6 +177,11 @@ def load(source: ModelSource, dtype: torch.dtype) -> Model:
         embeddings = text_encoder.embeddings  # position_ids is a buffer: to_empty lost its values
         embeddings.position_ids.copy_(torch.arange(embeddings.position_ids.shape[-1])[None])
         noise_scheduler = DDPMScheduler(**ARCHITECTURES[source.architecture].scheduler)
+    elif source.file:
+        tokenizer = load_tokenizer(source)
+        text_encoder, vae, unet = single_file.load_parts(source.file, dtype)
+        schedule = ARCHITECTURES[source.file.architecture].scheduler | {"prediction_type": source.file.prediction}
+        noise_scheduler = DDPMScheduler(**schedule)
     else:
         folder, variant = source.folder, source.variant
         options = {"variant": variant, "use_safetensors": True}
@@ -212,6 +222,8 @@ def load_tokenizer(source: ModelSource) -> CLIPTokenizer:
     check_configs(folder, [TOKENIZER])
     tokenizer = _load_part(CLIPTokenizer, folder, None)
     assert isinstance(tokenizer, CLIPTokenizer)
+    if source.file and source.file.architecture.startswith("sd2"):
+        tokenizer.pad_token = "!"  # as Stable Diffusion 2.x was trained; 1.x with the end of text
     return tokenizer
 
 
@@ -244,7 +256,7 @@ def pipeline_of(model: Model, sampler: str = "dpm++") -> StableDiffusionPipeline
 
 
 def own_sampler(source: ModelSource) -> Any:
-    """The sampler that a model's folder names; None for random weights.
+    """The sampler that a model's folder names; None where there is no folder.
 
     Raises:
         IcomError: it names none of diffusers', or its options do not go together.
@@ -379,6 +391,17 @@ def _find_tokenizer(name: str) -> Path:
         raise IcomError(f"No such tokenizer folder: {name}.")
     downloaded = hub.snapshot(name, None, ["*.json", "*.txt", "tokenizer/*"])
     return downloaded / "tokenizer" if (downloaded / "tokenizer").is_dir() else downloaded
+
+
+def _vocabulary(name: str) -> Path:
+    """The tokenizer for a single file, which holds none."""
+    try:
+        return _find_tokenizer(single_file.TOKENIZER_HOME)
+    except IcomError as error:
+        raise IcomError(
+            f"{name} holds no tokenizer, and the one of {single_file.TOKENIZER_HOME} cannot be had ({error}) Name one "
+            "with --tokenizer_name: a folder with vocab.json and merges.txt, such as tokenizer/ of a model's folder."
+        ) from error
 
 
 def _download(source: ModelSource) -> None:

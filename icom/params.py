@@ -39,7 +39,7 @@ def count_parameters(name: str) -> dict[str, int]:
     """Parameters of text encoder, VAE and UNet, without loading or allocating weights.
 
     Args:
-        name: an architecture, `bundled`, a folder, or a Hub id.
+        name: an architecture, `bundled`, a folder, a single file, or a Hub id.
     """
     parts: dict[str, Any]
     with torch.device("meta"):
@@ -59,7 +59,15 @@ def _from_folder(name: str) -> dict[str, Any]:
     from diffusers import AutoencoderKL, UNet2DConditionModel
     from transformers import CLIPTextConfig, CLIPTextModel
 
-    folder = models.find(name, configs_only=True).folder
+    source = models.find(name, configs_only=True)
+    if source.file:
+        architecture = source.file.architecture
+        return {
+            "text_encoder": build_text_encoder(architecture, source.file.vocabulary),
+            "vae": build_vae(architecture),
+            "unet": build_unet(architecture),
+        }
+    folder = source.folder
     assert folder is not None
     return {
         "text_encoder": CLIPTextModel(CLIPTextConfig.from_pretrained(folder / "text_encoder")),

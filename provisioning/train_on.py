@@ -182,6 +182,11 @@ def _inputs(config: TrainConfig) -> dict[str, Parcel]:
         found["train_data_dir"] = parcel("the pictures", pictures[0].parent, pictures)
     model, tokenizer = config.pretrained_model_name_or_path, config.tokenizer_name
     if not models.is_hub_id(model):
+        if Path(model).expanduser().is_file():
+            raise UsageError(
+                f"--on brings folders, and {model} is a single file. Name a folder in diffusers' layout, or bring the "
+                "file with icom push and train there."
+            )
         source = models.find(model, tokenizer_name=None, variant=config.variant)
         if source.folder and source.folder != models.BUNDLE:
             files = digests.model_files(source.folder, config.variant, own_tokenizer=not tokenizer)

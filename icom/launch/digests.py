@@ -41,15 +41,21 @@ def model(name: str, tokenizer_name: str | None, revision: str | None, variant: 
         IcomError: it is not on this machine, or not whole.
     """
     from icom import models
+    from icom.single_file import TOKENIZER_HOME
 
     found = [_tokenizer(tokenizer_name)] if tokenizer_name else []
     if name == "bundled" or name.startswith("random:"):
         models.find(name)
         found.insert(0, name)  # its files are part of the code
     elif not models.is_hub_id(name):
-        folder = models.find(name, tokenizer_name=tokenizer_name, variant=variant).folder
-        assert folder is not None
-        found.insert(0, of_files(folder, model_files(folder, variant, own_tokenizer=not tokenizer_name)))
+        source = models.find(name, tokenizer_name=tokenizer_name, variant=variant)
+        if source.file:
+            found = found or [_tokenizer(TOKENIZER_HOME)]
+            found.insert(0, f"{file(source.file.path)} {source.file.prediction}")
+        else:
+            assert source.folder is not None
+            files = model_files(source.folder, variant, own_tokenizer=not tokenizer_name)
+            found.insert(0, of_files(source.folder, files))
     else:
         snapshot = _cached(name, revision)
         try:

@@ -455,6 +455,12 @@ _PROBE_LIBRARIES = """
 import accelerate, safetensors.torch
 from diffusers import AutoencoderKL, DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 from transformers import CLIPTextModel, CLIPTokenizer
+import os
+from accelerate.commands.config.config_args import default_config_file, load_config_from_file
+try:
+    os.path.isfile(default_config_file) and load_config_from_file(None)
+except Exception as error:
+    print(default_config_file, str(error).partition(", please")[0].replace(chr(10), " "), sep=": ")
 """
 
 
@@ -469,9 +475,14 @@ def check_libraries() -> list[Finding]:
     ]
     if not all(versions.values()):
         return found
-    _, problem = _in_fresh_python(_PROBE_LIBRARIES)
-    together = Finding("these together", "failure", problem, fix) if problem else None
-    return [*found, together or Finding("these together", "ok", "diffusers, transformers and Accelerate load")]
+    said, problem = _in_fresh_python(_PROBE_LIBRARIES)
+    if problem:
+        return [*found, Finding("these together", "failure", problem, fix)]
+    found.append(Finding("these together", "ok", "diffusers, transformers and Accelerate load"))
+    if refused := said.strip():
+        fix = "Move it away; icom's accelerate_configs/ serve every machine: accelerate launch --config_file …"
+        found.append(Finding("accelerate config", "warning", f"of an older version: {refused}", fix))
+    return found
 
 
 def check_ipex(version: str | None, torch: str | None) -> list[Finding]:

@@ -118,7 +118,33 @@ def _accelerate_config(given: str | None) -> Path:
             "--accelerate_config names it" if given else "it comes with icom's repository: install icom from a clone"
         )
         raise UsageError(f"No file {path} ({where}).")
+    if given:
+        _read_as_accelerate(path)
     return path
+
+
+def _read_as_accelerate(path: Path) -> None:
+    """Let Accelerate itself read its configuration, here and once, where every rank would end in its traceback.
+
+    Raises:
+        UsageError: it cannot, or would start an mpirun of its own in every rank.
+    """
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    advice = "Leave --accelerate_config out: icom's own serves every machine as it is."
+    try:
+        read = load_config_from_file(str(path))
+    except Exception as error:  # ValueError for its keys, and what YAML and dataclasses raise
+        reason = str(error).partition(", please")[0]
+        raise UsageError(
+            f"Accelerate does not take {path}: {reason}. Keys of older versions, such as ipex_config and use_xpu, "
+            f"have to go (docs/cluster.md). {advice}"
+        ) from error
+    if getattr(read, "mpirun_config", None):
+        raise UsageError(
+            f"{path} has an mpirun_config, with which every process would start an mpirun of its own. Remove it. "
+            f"{advice}"
+        )
 
 
 def _request(training: TrainConfig, accelerate: Path, mpi: Mpi, master: Master, variables: list[Variable]) -> Request:

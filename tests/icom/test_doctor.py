@@ -341,3 +341,15 @@ def test_cgroup_with_less_than_a_core(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
     (line,) = (line for line in doctor.check_cores(tmp_path) if line.name == "cgroup")
     assert (line.status, "0.50 CPUs" in line.value) == ("warning", True)
+
+
+def test_default_configuration_of_an_older_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`accelerate launch` without --config_file reads it, and ends in a traceback before icom runs."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    assert "accelerate config" not in {finding.name for finding in doctor.check_libraries()}
+    (tmp_path / "accelerate").mkdir()
+    (tmp_path / "accelerate" / "default_config.yaml").write_text("distributed_type: 'NO'\nipex_config: {ipex: true}\n")
+    (finding,) = [finding for finding in doctor.check_libraries() if finding.name == "accelerate config"]
+    assert finding.status == "warning"
+    assert "default_config.yaml" in finding.value
+    assert "['ipex_config']" in finding.value

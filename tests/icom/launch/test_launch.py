@@ -56,7 +56,7 @@ def hosts_file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def accelerate_config(tmp_path: Path) -> Path:
-    """Any file: nothing reads it here."""
+    """What Accelerate takes at the least."""
     path = tmp_path / "multi_cpu.yaml"
     path.write_text("distributed_type: MULTI_CPU\n")
     return path
@@ -230,6 +230,32 @@ def test_what_a_check_finds_starts_nothing(
     assert "localhost" in err
     assert "No such picture folder" in err
     assert err.endswith("icom: Nothing was started.\n")
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("ipex_config:\n  ipex: true\n  use_xpu: false\n", "unknown keys (['ipex_config'])"),
+        ("use_xpu: false\n", "unknown keys (['use_xpu'])"),
+        ("mpirun_config:\n  mpirun_ccl: '1'\n  mpirun_hostfile: hosts\n", "has an mpirun_config"),
+        ("mixed_precision: [\n", "Accelerate does not take"),
+        ("distributed_type: MULTI_XPUU\n", "'MULTI_XPUU' is not a valid DistributedType"),
+    ],
+)
+def test_accelerate_configuration_of_an_older_guide(
+    more: str, said: str, mpirun: Path, hosts_file: Path, accelerate_config: Path, icom: Icom
+) -> None:
+    """What Accelerate itself refuses is said before anything starts; what it still takes passes."""
+    options = ["--hosts", str(hosts_file), "--mpi", "mpich", "--accelerate_config", str(accelerate_config), "--dry-run"]
+    still_taken = "downcast_bf16: 'no'\ntpu_env: []\nfsdp_config: {}\ndynamo_backend: 'NO'\nrdzv_backend: static\n"
+    accelerate_config.write_text(f"distributed_type: MULTI_CPU\n{still_taken}")
+    assert icom("launch", "mpirun", *options, "--", *TRAINING).code == 0
+    accelerate_config.write_text(f"distributed_type: MULTI_CPU\n{still_taken}{more}")
+    result = icom("launch", "mpirun", *options, "--", *TRAINING)
+    assert result.code == 2, result.err
+    assert str(accelerate_config) in result.err
+    assert said in result.err
+    assert "Leave --accelerate_config out" in result.err
 
 
 def test_dry_run_shows_what_comes_from_where(

@@ -32,7 +32,6 @@ HOSTILE: tuple[tuple[str, str, Any], ...] = (
     (TEXT_ENCODER, "max_position_embeddings", 10**9),
     (TEXT_ENCODER, "max_position_embeddings", "77"),
     (TEXT_ENCODER, "layer_norm_eps", "x"),
-    (TEXT_ENCODER, "attention_dropout", None),
     (TEXT_ENCODER, "eos_token_id", "end"),
     (UNET, "sample_size", HUGE),
     (UNET, "sample_size", "64"),

@@ -77,6 +77,7 @@ class Environment(NamedTuple):
 
     manager: str  # "conda" or "venv"
     prefix: Path
+    conda: str = ""  # the conda, mamba or micromamba that made it
 
     @property
     def python(self) -> Path:
@@ -93,10 +94,18 @@ class Environment(NamedTuple):
         return changed
 
     def how_to_enter(self) -> str:
-        """What to type before `icom` and `accelerate` commands."""
-        activate = f"source {shlex.quote(str(self.prefix / 'bin' / 'activate'))}"
-        command = f"conda activate {ENV_NAME}" if self.manager == "conda" else activate
-        return f"to type icom commands in this shell: {command}"
+        """What to type before `icom` and `accelerate` commands: a sentence with a line for bash, zsh or sh."""
+        return f"to type icom commands in this shell: {self.activation()}"
+
+    def activation(self) -> str:
+        """The line for a shell. It has to work in one that has never heard of conda, as after install-miniconda."""
+        if self.manager == "venv":
+            return f"source {shlex.quote(str(self.prefix / 'bin' / 'activate'))}"
+        name = Path(self.conda).name
+        # `activate` is a function of the shell, which `conda init` would define in shells started later.
+        hook = "shell hook --shell posix" if name in ("mamba", "micromamba") else "shell.posix hook"
+        define = f'eval "$({shlex.quote(self.conda)} {hook})"'
+        return f"{define} && {name} activate {shlex.quote(str(self.prefix))}"
 
 
 def say(message: str) -> None:
@@ -205,7 +214,7 @@ def build_conda(conda: str, prefix: Path | None) -> Environment:
     prefix = conda_env_prefix(conda)
     if prefix is None:
         raise SetupError(f"{conda} reported success, but `{conda} env list` shows no {ENV_NAME}")
-    return Environment("conda", prefix)
+    return Environment("conda", prefix, conda)
 
 
 def build_venv(prefix: Path) -> Environment:
@@ -266,7 +275,7 @@ def ensure(env: Mapping[str, str], more_extras: Iterable[str], explain: bool = F
     wanted = wanted_extras(env, more_extras)
     have: set[str] = set()
     if prefix is not None:
-        current = Environment(manager, prefix)
+        current = Environment(manager, prefix, conda or "")
         fresh, have = installed_extras(current)
         if fresh and wanted <= have and (conda or venv_matches(current)):
             if explain:

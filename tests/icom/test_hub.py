@@ -16,7 +16,7 @@ import yaml
 
 from icom.models import BUNDLE
 from tests.support.command import Result, start_process, train_arguments
-from tests.support.fake_hub import DROP, FakeHub, Repository
+from tests.support.fake_hub import DROP, FakeHub, Repository, point_to
 
 TOKEN = "hf_ThisIsTheSecretOfTheTests"
 RESULTS = {"README.md", "config.yaml", "learned_embeds.safetensors", "loss.png", "comparison.png"}
@@ -43,15 +43,7 @@ def hub() -> Iterator[FakeHub]:
 
 @pytest.fixture
 def _use(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Point this process to the fake Hub, with an empty cache and nobody logged in."""
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(os.environ["HF_ENDPOINT"], hub.url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
-    monkeypatch.delenv("HF_TOKEN", raising=False)
+    point_to(hub, tmp_path, monkeypatch)
 
 
 def in_process_of_its_own(hub: FakeHub, home: Path, *arguments: str, **environment: str) -> Result:

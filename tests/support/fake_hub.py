@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import re
 import threading
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+import pytest
 
 LARGE = (".safetensors", ".bin", ".png", ".pt")
 """Endings that go through LFS."""
@@ -95,6 +98,18 @@ class FakeHub:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+
+def point_to(hub: FakeHub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Point this process to the fake Hub, with an empty cache in `folder` and nobody logged in."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(os.environ["HF_ENDPOINT"], hub.url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "cache"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(folder / "token"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -31,6 +31,7 @@ from icom.config import (
 from icom.errors import IcomError
 from icom.files import is_full, write_error
 from icom.launch.config import LaunchEnvConfig, LaunchMpirunConfig
+from icom.names import plain
 from icom.signals import STOPPED, own_process, stopping_at_once
 from provisioning.config import (
     BakeConfig,
@@ -87,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             run(argv)
     except IcomError as error:
         if not error.told:
-            print(f"icom: {error}", file=sys.stderr)
+            print(f"icom: {plain(str(error))}", file=sys.stderr)  # what a node or a stranger said may be part of it
         sys.exit(error.exit_code)
     except BrokenPipeError:  # `icom --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes at its end

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
+from icom import names
 from icom.errors import IcomError, UsageError
 
 PRICING_REGION = "us-east-1"  # the price list has endpoints in few regions; this one has all regions' prices
@@ -74,7 +74,7 @@ class Aws:
     @cached_property
     def account(self) -> str:
         """Id of the account that the credentials belong to; asks AWS once."""
-        return str(self.sts.get_caller_identity()["Account"])
+        return names.account(self.sts.get_caller_identity()["Account"])
 
     @cached_property
     def sts(self) -> Any:
@@ -238,9 +238,7 @@ def _console(aws: Aws, id: str) -> list[str]:
             text = str(aws.ec2.get_console_output(InstanceId=id, **latest).get("Output", ""))
         except (BotoCoreError, ClientError, ResponseParserError, ValueError):
             continue
-        # The node has written it: nothing that a terminal would obey.
-        plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
-        lines = ["".join(c for c in line if c.isprintable()).strip() for line in plain.splitlines()]
+        lines = [line.strip() for line in names.plain(text).splitlines()]  # the node has written it
         if kept := [line for line in lines if line]:
             return kept[-CONSOLE_LINES:]
     return []

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from provisioning.aws import Aws
 from provisioning.bake import IMAGE_MINUTES, bake, image_this_instance
-from provisioning.cluster import Cluster, find_cluster
+from provisioning.cluster import Cluster, check_roles, find_cluster
 from provisioning.ec2 import join_group, key_pair, placement_group, security_group
 from provisioning.images import wait_for_image
 from provisioning.launches import Launches, launch_somewhere, wait_until_running
@@ -49,4 +49,7 @@ def build(aws: Aws, plan: Plan, cluster: Cluster, login: Login, launches: Launch
     launched = launch_somewhere(aws, plan, group, client_key, login.folder, launches, say) if plan.roles else []
     if plan.roles or plan.there:
         wait_until_running(aws, plan, launched, say)
-    return find_cluster(aws, plan.config.cluster)
+    cluster = find_cluster(aws, plan.config.cluster)
+    if not plan.only_image:
+        check_roles(cluster)  # somebody may have tagged another instance meanwhile
+    return cluster

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, TypeVar
 
+from icom import names
 from icom.errors import IcomError
+from icom.names import Address, InstanceId, Malformed, Role
 from provisioning.aws import Aws, filters, pages
 
 TAG_CLUSTER = "icom:cluster"
@@ -20,20 +23,24 @@ TAG_MASTER = "icom:master"
 """Of all that `icom provision --from_this_instance` makes: the id of that instance, which is not the cluster's own."""
 TAG_ENDS = "icom:ends"
 ENDS_FORMAT = "%Y-%m-%dT%H:%M:%SZ"  # ISO 8601, UTC
-MASTER = "master"
-BUILDER = "builder"
+MASTER = Role("master")
+BUILDER = Role("builder")
 """Role of the instance that becomes an image; it is no node of the cluster."""
+UNKNOWN = Role("?")
+"""Role of an instance that carries the cluster's tag, and a role that icom gives nobody. No writer takes it."""
 RAW = "raw"
 """Role of an image, and of its snapshot, from which only a builder starts: it holds what its instance's disk held."""
 ALIVE = ["pending", "running", "stopping", "stopped"]  # "shutting-down" and "terminated" do not come back
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Node:
     """One instance of a cluster."""
 
-    id: str
-    role: str
+    id: InstanceId
+    role: Role
     run: str
     state: str
     type: str
@@ -41,8 +48,8 @@ class Node:
     zone: str
     subnet: str
     vpc: str
-    private_ip: str | None
-    public_ip: str | None
+    private_ip: Address | None
+    public_ip: Address | None
     spot: bool
     since: datetime
     base: str = ""
@@ -55,13 +62,13 @@ class Node:
     profile: str | None = None
     """Name of its instance profile."""
     efa: bool = False
-    master: str | None = None
+    master: InstanceId | None = None
     """Id of the instance that made it and is its master (--from_this_instance)."""
 
     @property
-    def address(self) -> str:
-        """Where ssh finds it. A master that is an instance too is let in where it comes from: inside the VPC."""
-        return str(self.private_ip if self.master else self.public_ip or self.private_ip)
+    def address(self) -> Address | None:
+        """Where ssh finds it, if EC2 tells. A master that is an instance too is let in from inside the VPC."""
+        return self.private_ip if self.master else self.public_ip or self.private_ip
 
 
 @dataclass(frozen=True)
@@ -86,9 +93,9 @@ class Cluster:
         return not (self.nodes or self.builders or self.group or self.key or self.placement)
 
 
-def role_names(count: int) -> list[str]:
+def role_names(count: int) -> list[Role]:
     """master, worker-1, … of a cluster of `count` nodes."""
-    return [MASTER, *(f"worker-{i}" for i in range(1, count))][:count]
+    return [MASTER, *(Role(f"worker-{i}") for i in range(1, count))][:count]
 
 
 def resource_name(cluster: str) -> str:
@@ -109,7 +116,7 @@ def find_cluster(aws: Aws, name: str, run: str | None = None) -> Cluster:
     keys = aws.ec2.describe_key_pairs(Filters=mine, IncludePublicKey=True)["KeyPairs"]
     placements = aws.ec2.describe_placement_groups(Filters=mine)["PlacementGroups"]
     placements = [p for p in placements if p["State"] in ("pending", "available")]
-    masters = [tags_of(thing).get(TAG_MASTER) for thing in (*groups, *keys, *placements)]
+    masters = [_or_none(names.instance_id, tags_of(thing).get(TAG_MASTER)) for thing in (*groups, *keys, *placements)]
     masters += [node.master for node in nodes]
     return Cluster(
         name,
@@ -128,11 +135,18 @@ def find_master(aws: Aws, id: str) -> Node | None:
 
 
 def check_roles(cluster: Cluster) -> None:
-    """Refuse a cluster in which two live nodes have the same role.
+    """Refuse a cluster in which two live nodes have the same role, or one has none that icom gives.
 
     Raises:
         IcomError: with the command that mends it.
     """
+    for node in cluster.nodes:
+        if node.role == UNKNOWN:
+            raise IcomError(
+                f"{node.id} carries the tag of cluster {cluster.name}, but no role that icom gives a node (icom:role). "
+                f"If it is not yours, take the tag away: aws ec2 delete-tags --resources {node.id} --tags "
+                f"Key={TAG_CLUSTER}; icom teardown would end it with the rest"
+            )
     for first, second in zip(cluster.nodes, cluster.nodes[1:], strict=False):
         if first.role == second.role:
             raise IcomError(
@@ -151,24 +165,32 @@ def find_nodes(aws: Aws, mine: list[dict[str, Any]], states: list[str] | None = 
 
 def _rank(role: str) -> tuple[int, str]:
     number = role.removeprefix("worker-")
-    return (0 if role == MASTER else int(number) if number.isdigit() else 10**9, role)
+    return (0 if role == MASTER else int(number) if number.isdecimal() else 10**9, role)
+
+
+def _or_none(parse: Callable[[object], T], text: object) -> T | None:
+    """What EC2 tells, parsed; what somebody has garbled counts as none: it must not keep icom from the node."""
+    try:
+        return parse(text)
+    except Malformed:
+        return None
 
 
 def _node(instance: dict[str, Any]) -> Node:
     tags = tags_of(instance)
     return Node(
-        id=instance["InstanceId"],
-        role=tags.get(TAG_ROLE, "?"),
-        run=tags.get(TAG_RUN, "?"),
+        id=names.instance_id(instance["InstanceId"]),
+        role=_or_none(names.role, tags.get(TAG_ROLE)) or UNKNOWN,
+        run=_or_none(names.run_tag, tags.get(TAG_RUN)) or "?",
         state=instance["State"]["Name"],
         type=instance["InstanceType"],
         image=instance["ImageId"],
-        base=tags.get(TAG_BASE, ""),
+        base=_or_none(names.base_image, tags.get(TAG_BASE)) or "",
         zone=instance["Placement"]["AvailabilityZone"],
         subnet=instance.get("SubnetId", ""),
         vpc=instance.get("VpcId", ""),
-        private_ip=instance.get("PrivateIpAddress"),
-        public_ip=instance.get("PublicIpAddress"),
+        private_ip=_or_none(names.address, instance.get("PrivateIpAddress")),
+        public_ip=_or_none(names.address, instance.get("PublicIpAddress")),
         spot=instance.get("InstanceLifecycle") == "spot",
         since=instance["LaunchTime"],
         ends=_ends(tags.get(TAG_ENDS, "")),
@@ -176,12 +198,12 @@ def _node(instance: dict[str, Any]) -> Node:
         placement=instance["Placement"].get("GroupName") or None,
         profile=instance.get("IamInstanceProfile", {}).get("Arn", "").rpartition("/")[2] or None,
         efa=any(card.get("InterfaceType") == "efa" for card in instance.get("NetworkInterfaces", [])),
-        master=tags.get(TAG_MASTER),
+        master=_or_none(names.instance_id, tags.get(TAG_MASTER)),
     )
 
 
 def _ends(text: str) -> datetime | None:
-    """The end that a tag tells. One that somebody has garbled counts as none: it must not keep icom from the node."""
+    """The end that a tag tells; a garbled one counts as none."""
     try:
         return datetime.strptime(text, ENDS_FORMAT).replace(tzinfo=timezone.utc)
     except ValueError:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import ipaddress
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import tyro
 
+from icom import names
 from icom.config import read_yaml, without_the_environment
 from icom.errors import UsageError
+from icom.names import Malformed
 
 NODE_LIKE = re.compile(r"-(master|worker-\d+)$")
 CLUSTER_NAME = re.compile(r"[a-z][a-z0-9-]{0,31}")
@@ -21,6 +23,17 @@ LEAST_GB = {False: 8, True: 30}
 """Of a node's disk, without and with icom on it."""
 AS_THIS_INSTANCE = frozenset(("ami", "instance_type", "ssh_user"))
 """What --from_this_instance decides: nodes of a cluster are alike."""
+PARSED: dict[str, Callable[[object], object]] = {
+    "instance_type": names.word,
+    "ami": names.word,
+    "ssh_user": names.user,
+    "subnet": names.word,
+    "key_name": names.label,
+    "address_url": names.web_address,
+    "capacity_reservation": names.word,
+    "instance_profile": names.label,
+}
+"""Options -> what they have to be: they come into files, messages with commands to type, and requests."""
 WIDEST_PREFIX = 8  # 10.0.0.0/8 is the largest network that can be one owner's own
 
 
@@ -196,6 +209,9 @@ def check_instance_config(config: InstanceConfig) -> None:
     """
     check_cluster_name(config.cluster)
     check_wait_minutes(config.wait_minutes)
+    for option, parse in PARSED.items():
+        for value in _values(config, option):
+            _check_option(option, parse, value)
     if config.ssh_from is not None:
         ssh_source(config.ssh_from, config.ssh_from_anywhere)
     elif config.ssh_from_anywhere:
@@ -203,7 +219,21 @@ def check_instance_config(config: InstanceConfig) -> None:
     if config.key_file and not config.key_name:
         raise UsageError("--key_file is the private half of --key_name: give both, or neither.")
     if config.key_name:
+        _check_option("key_file", names.ssh_path, key_file(config))
         check_key_file(key_file(config))
+
+
+def _values(config: InstanceConfig, option: str) -> list[str]:
+    """What an option was given, as a list; it is not one of `config`, or was not given: none."""
+    value = getattr(config, option, None)
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _check_option(option: str, parse: Callable[[Any], object], value: object) -> None:
+    try:
+        parse(value)
+    except Malformed as error:
+        raise UsageError(f"--{option}: {error}") from None
 
 
 def load_provision_config(flags: ProvisionConfig, given: Sequence[str]) -> ProvisionConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from icom import names
 from provisioning.cluster import Node
 from provisioning.on_node import PROFILE
 from provisioning.ssh import step
@@ -32,5 +33,5 @@ def give_environment(
     """
     for number, node in enumerate(nodes):
         # make finds the environment, be it conda's or a venv.
-        task = f"environment {number} {len(nodes)} {nodes[0].private_ip} {gpus}"
+        task = f"environment {number} {len(nodes)} {names.address(nodes[0].private_ip)} {gpus}"
         step(connections[node.id], node, f"make -s -C ~/icom run CMD='python -m provisioning.on_node {task}'", check)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 import time
@@ -12,10 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from icom import names
 from icom.errors import IcomError, Stopped
 from provisioning.cluster import Node
 from provisioning.environment import IN_ENVIRONMENT
-from provisioning.on_node import MARK, Facts
+from provisioning.on_node import MARK, Facts, read_facts
 from provisioning.ssh import step
 
 AMX_FLAGS = frozenset(("amx_tile", "amx_bf16", "amx_int8"))
@@ -119,7 +119,7 @@ def _ask(
     connection: Any, node: Node, nodes: tuple[Node, ...], check: Callable[[], None]
 ) -> tuple[Facts, Clock] | Problem:
     """One step on one node: its clock, its facts, its clock again."""
-    others = " ".join(str(other.private_ip) for other in nodes if other != node)
+    others = " ".join(names.address(other.private_ip) for other in nodes if other != node)
     look = f"{_CLOCK}; ({IN_ENVIRONMENT}python -m provisioning.on_node facts {others}) && {_CLOCK}"
     began = time.time()
     try:
@@ -129,12 +129,16 @@ def _ask(
     except IcomError as error:
         return Problem(node, _why(error, node), "Repair that, there, or tear the cluster down")
     ended = time.time()
-    lines = [line.removeprefix(MARK) for line in said.splitlines() if line.startswith(MARK)]
-    node_began, node_ended = float(lines[0]), float(lines[-1])
+    try:
+        first, answer, last = [line.removeprefix(MARK) for line in said.splitlines() if line.startswith(MARK)]
+        node_began, node_ended = float(first), float(last)
+        facts = read_facts(answer)
+    except (ValueError, TypeError) as error:
+        return Problem(node, f"its answer is none ({error})", "Repair icom there, or tear the cluster down")
     # As NTP does: what passed on the node is no doubt, only the way there and back.
     ahead = ((node_began - began) + (node_ended - ended)) / 2
     within = ((ended - began) - (node_ended - node_began)) / 2
-    return Facts(**json.loads(lines[1])), Clock(ahead, within)
+    return facts, Clock(ahead, within)
 
 
 def _packages(facts: Mapping[Node, Facts]) -> Iterator[Problem]:

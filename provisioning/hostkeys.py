@@ -7,14 +7,16 @@ folder holds what only this computer has to know: losing it loses the way in, no
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from icom import names
 from icom.errors import UsageError
 from icom.files import write_atomically
+from icom.names import Malformed
 from provisioning.cluster import MASTER, Node, resource_name
+from provisioning.sshfiles import host_block, known_host
 
 
 @dataclass(frozen=True)
@@ -78,18 +80,22 @@ class Folder:
         public = self.key.with_suffix(".pub")
         return self.key.exists() and public.exists() and public.read_text().split()[:2] == public_key.split()[:2] != []
 
-    def remember(self, names: list[str], public_key: str) -> None:
-        """Record a host key under names (instance ids, or run and role while there is no id yet)."""
+    def remember(self, aliases: list[str], public_key: str) -> None:
+        """Record a host key under names (instance ids, or run and role while there is no id yet).
+
+        Raises:
+            Malformed: a name is none, or the key; nothing was written.
+        """
+        added = known_host(aliases, public_key)
         self._make()
         before = self.known_hosts.read_text() if self.known_hosts.exists() else ""
-        content = f"{before}{','.join(names)} {public_key}\n"
-        write_atomically(self.known_hosts, content.encode(), "$ICOM_CLUSTERS_DIR")
+        write_atomically(self.known_hosts, f"{before}{added}".encode(), "$ICOM_CLUSTERS_DIR")
 
     def host_keys(self, name: str) -> list[str]:
         """The keys that are recorded under a name, oldest first."""
         lines = self.known_hosts.read_text().splitlines() if self.known_hosts.exists() else []
         split = [line.partition(" ") for line in lines]
-        return [key for names, _, key in split if name in names.split(",")]
+        return [key for aliases, _, key in split if name in aliases.split(",")]
 
     def host_key(self, name: str) -> str | None:
         """The oldest key that is recorded under a name."""
@@ -114,32 +120,28 @@ class Folder:
         return False
 
     def write_ssh_config(self, nodes: tuple[Node, ...], user: str, identity: Path) -> None:
-        """A config for `ssh -F` and Include with one Host per node, that trusts the recorded keys and nothing else."""
-        blocks = []
-        for node in nodes:
-            blocks.append(
-                f"Host {' '.join(ssh_names(self.path.name, node.role))}\n"
-                f"  HostName {node.address}\n"
-                f"  HostKeyAlias {node.id}\n"
-                f"  User {user}\n"
-                f'  IdentityFile "{identity}"\n'
-                "  IdentitiesOnly yes\n"
-                f'  UserKnownHostsFile "{self.known_hosts}"\n'
-                "  GlobalKnownHostsFile /dev/null\n"
-                "  StrictHostKeyChecking yes\n"
-                "  BatchMode yes\n"
-                "  ConnectTimeout 10\n"
-                "  ServerAliveInterval 15\n"
-                "  ServerAliveCountMax 4\n"
-            )
+        """A config for `ssh -F` and Include with one Host per node, that trusts the recorded keys and nothing else.
+
+        Raises:
+            Malformed: a role, an address, the user or a path is none that ssh could be told; nothing was written.
+        """
+        more: dict[str, Path | str] = {
+            "IdentityFile": identity,
+            "IdentitiesOnly": "yes",
+            "UserKnownHostsFile": self.known_hosts,
+            "GlobalKnownHostsFile": "/dev/null",
+        }
+        blocks = [host_block(ssh_names(self.path.name, node.role), node.address, node.id, more, user) for node in nodes]
         write_atomically(self.ssh_config, "\n".join(blocks).encode(), "$ICOM_CLUSTERS_DIR")
 
     def update_addresses(self, nodes: tuple[Node, ...]) -> None:
         """Put new addresses into the ssh config: public ones change with every start."""
-        text = self.ssh_config.read_text()
-        for node in nodes:
-            text = re.sub(rf"HostName \S+(\s+HostKeyAlias {node.id}\s)", rf"HostName {node.address}\1", text)
-        write_atomically(self.ssh_config, text.encode(), "$ICOM_CLUSTERS_DIR")
+        lines = self.ssh_config.read_text().splitlines(keepends=True)
+        places = {names.line("  HostKeyAlias", names.word(node.id)): node for node in nodes if node.address}
+        for number, line in enumerate(lines):
+            if line in places and lines[number - 1].startswith("  HostName "):
+                lines[number - 1] = names.line("  HostName", names.address(places[line].address))
+        write_atomically(self.ssh_config, "".join(lines).encode(), "$ICOM_CLUSTERS_DIR")
 
     def remove(self) -> None:
         """Delete the folder, keys included."""
@@ -152,21 +154,34 @@ class Folder:
 
 
 def ssh_names(cluster: str, role: str) -> list[str]:
-    """What ssh calls a node: icom-NAME-worker-1; the master also answers to icom-NAME. Distinct across clusters."""
+    """What ssh calls a node: icom-NAME-worker-1; the master also answers to icom-NAME. Distinct across clusters.
+
+    Raises:
+        Malformed: it is no role of a node.
+    """
     name = resource_name(cluster)
-    return [f"{name}-{role}", *([name] if role == MASTER else [])]
+    return [f"{name}-{names.role(role)}", *([name] if role == MASTER else [])]
 
 
 def clusters_folder() -> Path:
-    """$ICOM_CLUSTERS_DIR, else $XDG_DATA_HOME/icom/clusters, else ~/.local/share/icom/clusters; absolute."""
+    """$ICOM_CLUSTERS_DIR, else $XDG_DATA_HOME/icom/clusters, else ~/.local/share/icom/clusters; absolute.
+
+    Raises:
+        UsageError: ssh cannot be told of files there.
+    """
     own = os.environ.get("ICOM_CLUSTERS_DIR")
     data = Path(os.environ.get("XDG_DATA_HOME") or "~/.local/share").expanduser() / "icom" / "clusters"
-    return (Path(own).expanduser() if own else data).absolute()
+    folder = (Path(own).expanduser() if own else data).absolute()
+    try:
+        names.ssh_path(folder)
+    except Malformed as error:
+        raise UsageError(f"{error} $ICOM_CLUSTERS_DIR, or $XDG_DATA_HOME, says where clusters' keys are.") from None
+    return folder
 
 
 def folder_of(account: str, region: str, cluster: str) -> Folder:
     """The folder of a cluster below `clusters_folder`."""
-    return Folder(clusters_folder() / account / region / cluster)
+    return Folder(clusters_folder() / names.account(account) / names.word(region) / names.word(cluster))
 
 
 def places_of(cluster: str) -> list[tuple[str, str]]:

@@ -11,7 +11,9 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+from icom import names
 from icom.errors import IcomError
+from icom.names import Malformed, PublicKey
 from provisioning.cluster import MASTER, Node
 from provisioning.environment import give_environment
 from provisioning.health import check_health
@@ -19,6 +21,7 @@ from provisioning.hostkeys import unborn_name
 from provisioning.install import install
 from provisioning.progress import Progress
 from provisioning.ssh import Login, OtherKey, patient_connect, step, write_file
+from provisioning.sshfiles import host_block, known_host
 
 # cloud-init goes on after sshd has started; status 2 is "done, with warnings".
 WAIT_FOR_BOOT = (
@@ -54,27 +57,19 @@ KEEP_FILES = (
 
 def node_name(node: Node) -> str:
     """What the hosts file calls a node: localhost for the master, node1, node2, … for the workers."""
-    return "localhost" if node.role == MASTER else f"node{node.role.removeprefix('worker-')}"
+    return "localhost" if node.role == MASTER else f"node{names.role(node.role).removeprefix('worker-')}"
 
 
 def hosts_file(nodes: tuple[Node, ...]) -> str:
     """The hosts file for mpirun on the master."""
-    return "".join(f"{node_name(node)}\n" for node in nodes)
+    return "".join(names.line(names.host(node_name(node))) for node in nodes)
 
 
 def ssh_config(nodes: tuple[Node, ...]) -> str:
     """The master's ssh config for the workers: their names, and only their recorded keys."""
+    files = {"IdentityFile": "~/.ssh/id_ed25519", "UserKnownHostsFile": "~/.ssh/icom_known_hosts"}
     return "".join(
-        f"Host {node_name(node)} {node.private_ip}\n"
-        f"  HostName {node.private_ip}\n"
-        f"  HostKeyAlias {node.id}\n"
-        "  IdentityFile ~/.ssh/id_ed25519\n"
-        "  UserKnownHostsFile ~/.ssh/icom_known_hosts\n"
-        "  StrictHostKeyChecking yes\n"
-        "  BatchMode yes\n"
-        "  ConnectTimeout 10\n"
-        "  ServerAliveInterval 15\n"
-        "  ServerAliveCountMax 4\n"
+        host_block([node_name(node), names.address(node.private_ip)], node.private_ip, node.id, files)
         for node in nodes
         if node.role != MASTER
     )
@@ -121,7 +116,7 @@ def set_up(
         master = nodes[0]
         if here:
             step(here, master, KEEP_FILES, check)
-        key = step(open_[master.id], master, MAKE_MASTER_KEY, check).strip()
+        key = _said_key(master, step(open_[master.id], master, MAKE_MASTER_KEY, check))
         for node in nodes:
             line = shlex.quote(f"{key} icom master")
             let_in = f"umask 077; mkdir -p .ssh; touch .ssh/authorized_keys; grep -qxF {line} .ssh/authorized_keys"
@@ -141,9 +136,7 @@ def _replace_host_key(login: Login, node: Node, old: Any, wait_minutes: float, c
 
     Both keys are recorded until the new one has been seen, so that an interruption at any point locks nobody out.
     """
-    new = " ".join(step(old, node, MAKE_HOST_KEY, check).split()[:2])
-    if not new.startswith("ssh-ed25519 "):
-        raise IcomError(f"{node.role} ({node.id}) made no ed25519 host key but this: {new}")
+    new = _said_key(node, step(old, node, MAKE_HOST_KEY, check))
     login.folder.remember([node.id], new)
     before = login.folder.host_keys(node.id)
     step(old, node, USE_HOST_KEY, check)
@@ -163,10 +156,21 @@ def _replace_host_key(login: Login, node: Node, old: Any, wait_minutes: float, c
     return connection
 
 
+def _said_key(node: Node, said: str) -> PublicKey:
+    """The public key that a node has made, and told as its only line."""
+    try:
+        key = names.public_key(said)
+        if not key.startswith("ssh-ed25519 "):
+            raise Malformed("Another kind was asked for.")
+        return key
+    except Malformed as error:
+        raise IcomError(f"{node.role} ({node.id}) made no ed25519 key: {error}") from None
+
+
 def _introduce(login: Login, connection: Any, nodes: tuple[Node, ...], check: Callable[[], None]) -> None:
     """Tell the master of the workers: names, addresses, host keys."""
     master = nodes[0]
-    known = "".join(f"{node.id} {key}\n" for node in nodes[1:] for key in login.folder.host_keys(node.id))
+    known = "".join(known_host([node.id], key) for node in nodes[1:] for key in login.folder.host_keys(node.id))
     write_file(connection, master, ".ssh/icom_known_hosts", known, check)
     write_file(connection, master, ".ssh/icom_config", ssh_config(nodes), check)
     first = f"umask 077; touch .ssh/config; grep -qxF '{INCLUDE}' .ssh/config"

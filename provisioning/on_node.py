@@ -10,7 +10,7 @@ import json
 import platform
 import shlex
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,28 @@ class Facts:
     kernel: str
     interfaces: dict[str, str | None]
     gpus: int = 0
+
+
+def read_facts(line: str) -> Facts:
+    """Check what a node says of itself.
+
+    Raises:
+        ValueError: it is nothing that `main` prints.
+    """
+    said = json.loads(line)
+    if not isinstance(said, dict) or set(said) != {field.name for field in fields(Facts)}:
+        raise ValueError("other facts than were asked for")
+    found = Facts(**said)
+    flags, texts = found.cpu_flags, [found.versions, found.broken]
+    ways = found.interfaces.items() if isinstance(found.interfaces, dict) else [(0, 0)]
+    if not (
+        all(isinstance(some, dict) and all(isinstance(text, str) for text in some.values()) for some in texts)
+        and (isinstance(flags, list) and all(isinstance(flag, str) for flag in flags))
+        and (isinstance(found.kernel, str) and type(found.gpus) is int)
+        and all(isinstance(to, str) and (way is None or isinstance(way, str)) for to, way in ways)
+    ):
+        raise ValueError("facts of other types")
+    return found
 
 
 def facts(others: list[str]) -> Facts:

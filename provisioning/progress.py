@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from icom.names import plain
+
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
@@ -19,9 +21,9 @@ class Progress:
         self._began = time.monotonic()
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """A line that stays. Part of it may be what a node said."""
         seconds = time.monotonic() - self._began
-        self._console.print(f"{seconds:5.0f} s  {text}", markup=False, soft_wrap=True)
+        self._console.print(f"{seconds:5.0f} s  {plain(text)}", markup=False, soft_wrap=True)
 
     @contextmanager
     def doing(self, where: str, what: str) -> Iterator[Callable[[str], None]]:

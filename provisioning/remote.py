@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from icom.errors import IcomError, UsageError
 from provisioning.aws import connect, explained, filters
-from provisioning.cluster import MASTER, find_nodes
+from provisioning.cluster import MASTER, UNKNOWN, find_nodes
 from provisioning.config import (
     PullConfig,
     PushConfig,
@@ -66,7 +66,7 @@ def reach(where: WhereConfig, node: str | None) -> Folder:
         aws = connect(where.region, where.profile)
         folder = folder_of(aws.account, aws.region, where.cluster)
         nodes = find_nodes(aws, filters(tag_cluster=where.cluster))
-    states = {node.role: node.state for node in nodes}
+    states: dict[str, str] = {node.role: node.state for node in nodes}
     if not states:
         raise UsageError(f"There is no cluster {where.cluster} in {aws.region}.")
     if nodes[0].master and node in (None, MASTER):
@@ -76,6 +76,8 @@ def reach(where: WhereConfig, node: str | None) -> Folder:
         )
     if node is not None and node not in states:
         raise UsageError(f"{where.cluster} has no node {node}. It has: {', '.join(states)}.")
+    if node == UNKNOWN:
+        raise UsageError(f"Nodes of {where.cluster} without a role cannot be reached by a name.")
     for role in states if node is None else [node]:
         if states[role] != "running":
             raise UsageError(f"{role} is {states[role]}. icom start{as_options(where)} starts a stopped cluster.")

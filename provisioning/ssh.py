@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from icom import names
 from icom.errors import IcomError
 from provisioning.aws import POLL_SECONDS, NodesFailed
 from provisioning.cluster import Node
@@ -72,7 +73,7 @@ def connect(login: Login, node: Node, keys: Sequence[str] | None = None) -> Any:
         raise IcomError(
             f"The host key of {node.role} ({node.id}) is not known on this computer: it was made on another one."
         )
-    address = node.address
+    address = names.address(node.address)
     for key in accepted:
         kind, blob = key.split()[:2]
         client = paramiko.SSHClient()
@@ -136,7 +137,7 @@ def patient_connect(
         except (OSError, EOFError, paramiko.SSHException) as error:
             if CLOCK() >= deadline:
                 raise NodesFailed(
-                    f"{node.role} ({node.id}) cannot be reached by ssh at {node.public_ip or node.private_ip} after "
+                    f"{node.role} ({node.id}) cannot be reached by ssh at {node.address} after "
                     f"{wait_minutes:g} minutes: {error}. Does --ssh_from cover this computer?",
                     [node.id],
                 ) from error
@@ -193,14 +194,14 @@ def step(
 
 
 class _Lines(io.TextIOBase):
-    """A stream that gives whole lines to a function."""
+    """A stream that gives whole lines to a function, plain: a terminal is to show them."""
 
     def __init__(self, told: Callable[[str], None]) -> None:
         self._told, self._rest = told, ""
 
     def write(self, text: str) -> int:
         *lines, self._rest = (self._rest + text).split("\n")
-        for line in filter(str.strip, lines):
+        for line in filter(str.strip, map(names.plain, lines)):
             self._told(line.strip())
         return len(text)
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from icom import names
 from icom.config import TrainConfig, load_train_config, to_yaml
 from icom.errors import IcomError, Stopped, UsageError
 from icom.files import make_writable_folder, write_atomically
@@ -27,6 +28,7 @@ from icom.signals import StopRequest
 from provisioning.cluster import MASTER
 from provisioning.config import WhereConfig, as_options
 from provisioning.hostkeys import places_of, ssh_names
+from provisioning.relay import showing
 from provisioning.remote import reach
 from provisioning.transfer import Parcel, Way, fetch, parcel, send
 
@@ -220,6 +222,7 @@ def look(way: Way, run: Run, resume: str | None) -> str:
 
     Raises:
         UsageError: a training runs there, it does not have what is to be resumed, or its nodes have GPUs.
+        IcomError: it answers something else.
     """
     said = way.ask("Asking whether it trains", LOOK, f"{run.id}/{run.name}").splitlines()
     if said == [GPUS]:
@@ -228,9 +231,11 @@ def look(way: Way, run: Run, resume: str | None) -> str:
             f"{as_options(run.where)}, and train there: icom ssh{as_options(run.where)}, then mpirun -f ~/hosts -n N "
             "-ppn 1 accelerate launch textual_inversion_icom.py …"
         )
-    home, folder, *trains = said
+    if said[1:2] not in (["known"], ["new"]) or [line.count(" ") for line in said[2:]] not in ([], [1]):
+        raise IcomError(f"{way.host} was asked whether it trains, and answers {names.shown(said)}.")
+    home, folder, *trains = names.home(said[0]), *said[1:]
     if trains:
-        _, _, other = trains[0].rpartition(" ")
+        other = names.word(trains[0].rpartition(" ")[2])
         raise UsageError(
             f"A training runs on {run.cluster} already. See it: {run.by_hand} tail -n 20 -f runs/{other}/log. Stop it: "
             f"{run.by_hand} {STOP_BY_HAND}. What it saves: icom pull{as_options(run.where)} runs/{other}"
@@ -254,7 +259,11 @@ def _train(way: Way, run: Run, options: list[str], token: str) -> int | None:
     words = way.command(TRAIN, run.id, *options)
     sent = None
     # In a session of its own: Ctrl-C is for us, who pass it on.
-    with subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True) as process:
+    pipe = subprocess.PIPE
+    with (
+        subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True) as process,
+        showing(process, sys.stderr, sys.stdout),
+    ):
         assert process.stdin
         try:
             with StopRequest(f"telling the training on {run.cluster} to save and end; then its results come") as stop:
@@ -290,9 +299,11 @@ def _end(way: Way, run: Run) -> tuple[int, bool]:
         said = way.ask("Asking how it ended", END, run.id, run.name).splitlines()
     except IcomError as error:
         raise IcomError(f"{error}\n{run.goes_on()}") from error
-    if not said or not said[0].isdigit():
-        raise IcomError(f"Lost the connection to {way.host}. {run.goes_on()}")
-    return int(said[0]), len(said) > 1
+    try:
+        code = names.exit_code(said[0] if said else "")
+    except names.Malformed:
+        raise IcomError(f"Lost the connection to {way.host}. {run.goes_on()}") from None
+    return code, len(said) > 1
 
 
 def _speak_of_here(path: Path, config: TrainConfig) -> None:

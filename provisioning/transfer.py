@@ -6,14 +6,17 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import tarfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
+from icom import names
 from icom.errors import IcomError
 from icom.files import write_error
 from icom.launch import digests
+from provisioning.relay import showing
 
 COMPLETE = ".complete"
 """The last file of a parcel to arrive: without it the parcel is sent again."""
@@ -124,7 +127,8 @@ def send(way: Way, parcels: Sequence[Parcel], say: Callable[[str], None]) -> Non
 
 
 def _upload(way: Way, parcels: Sequence[Parcel]) -> None:
-    with subprocess.Popen(way.command(UNPACK), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
+    words, no, pipe = way.command(UNPACK), subprocess.DEVNULL, subprocess.PIPE
+    with subprocess.Popen(words, stdin=pipe, stdout=no, stderr=pipe) as process, showing(process, sys.stderr):
         assert process.stdin
         try:
             with process.stdin, tarfile.open(fileobj=process.stdin, mode="w|") as tar:
@@ -147,24 +151,29 @@ def _upload(way: Way, parcels: Sequence[Parcel]) -> None:
 def fetch(way: Way, folder: str, name: str, target: Path) -> int:
     """Bring the files of `folder/name` on the master into `target`; each is whole or the old one. How many they are.
 
-    What `target` has besides stays.
+    What `target` has besides stays. Links, devices and other things that are no files stay on the master.
 
     Raises:
-        IcomError: the connection broke, or a file cannot be written.
+        IcomError: the connection broke, a file cannot be written, or one is to go elsewhere than into `target`: tar of
+            `folder/name` makes no such names, so the rest is not taken either.
     """
     count = 0
     words = way.command(BACK, folder, name)
-    with subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as process:
+    no, pipe = subprocess.DEVNULL, subprocess.PIPE
+    with subprocess.Popen(words, stdin=no, stdout=pipe, stderr=pipe) as process, showing(process, sys.stderr):
         assert process.stdout
         try:
             with tarfile.open(fileobj=process.stdout, mode="r|") as tar:
                 for entry in tar:
-                    parts = PurePosixPath(entry.name).parts[1:]
-                    if not entry.isfile() or ".." in parts:
-                        continue  # icom writes neither links nor such names
-                    _write(target.joinpath(*parts), tar, entry)
-                    count += 1
-        except (tarfile.TarError, EOFError) as error:
+                    if entry.isreg() and not entry.issparse():  # icom writes no others; a sparse one fills the disk
+                        _write(target / _below(entry, name, target), tar, entry)
+                        count += 1
+            process.stdout.close()  # one that goes on sending is not waited for
+        except (tarfile.FilterError, names.Malformed) as error:
+            process.kill()
+            process.wait()
+            raise IcomError(f"{way.host} sends what is no file of the run: {error} No more is taken.") from None
+        except (tarfile.TarError, EOFError, ValueError) as error:  # the last of a number that is none
             process.kill()
             raise IcomError(f"{_failed(way, 'Fetching the results', process.wait())} {error}") from error
         except BaseException:
@@ -173,6 +182,20 @@ def fetch(way: Way, folder: str, name: str, target: Path) -> int:
     if process.returncode:
         raise IcomError(_failed(way, "Fetching the results", process.returncode))
     return count
+
+
+def _below(entry: tarfile.TarInfo, name: str, target: Path) -> str:
+    """Where in `target` a file of the stream belongs.
+
+    Raises:
+        tarfile.FilterError, Malformed: nowhere.
+    """
+    root, *parts = entry.name.removeprefix("./").split("/")
+    if root != name or not parts or any(part in ("", ".", "..") for part in parts):
+        raise names.Malformed(f"a file called {names.shown(entry.name)}.")
+    path = names.line("/".join(parts)).rstrip("\n")
+    tarfile.data_filter(entry.replace(name=path, deep=False), str(target))  # also what leads out by links that are here
+    return path
 
 
 def _write(path: Path, tar: tarfile.TarFile, entry: tarfile.TarInfo) -> None:

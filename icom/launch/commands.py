@@ -25,6 +25,7 @@ from icom.launch.environment import (
 from icom.launch.hosts import Share, read_hosts, share_out
 from icom.launch.mpi import NAMES, Mpi, command, find_mpi
 from icom.launch.probe import Request
+from icom.names import plain
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPT = ROOT / "textual_inversion_icom.py"
@@ -198,7 +199,8 @@ def show_problems(problems: list[Problem]) -> None:
     table = Table("", "host", "what is wrong", "what to do", box=None, pad_edge=False)
     for problem in problems:
         mark = "[red]✗" if problem.stops else "[yellow]!"
-        table.add_row(mark, *map(escape, (problem.host, problem.what, problem.fix)))
+        # What a host said is part of it.
+        table.add_row(mark, *(escape(plain(text)) for text in (problem.host, problem.what, problem.fix)))
     Console(stderr=True, highlight=False).print(table)
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from icom import names
 from icom.errors import UsageError
+from icom.names import HostName, Malformed
 
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1"})
 
-_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 _SEE = "hosts.example explains the file"
 
 
@@ -24,7 +24,7 @@ class Host:
         line: its number, from 1.
     """
 
-    name: str
+    name: HostName
     slots: int | None
     line: int
 
@@ -71,13 +71,14 @@ def _parse(words: list[str], number: int) -> Host:
     name, colon, count = words[0].partition(":")
     counts = [count] if colon else []
     if "@" in name:
-        user, _, host = name.partition("@")
-        raise ValueError(f"mpirun takes no user here; write `Host {host}` and `User {user}` into ~/.ssh/config")
-    if not _NAME.fullmatch(name) or ":" in count:
+        user, _, place = name.partition("@")
+        raise ValueError(f"mpirun takes no user here; write `Host {place}` and `User {user}` into ~/.ssh/config")
+    try:
+        host = names.host(name if ":" not in count else words[0])
+    except Malformed as error:
         raise ValueError(
-            "not a host's name (letters, digits, dots and hyphens); give anything else, such as an IPv6 address, "
-            "a name in ~/.ssh/config"
-        )
+            f"{str(error).rstrip('.')}; give anything else, such as an IPv6 address, a name in ~/.ssh/config"
+        ) from None
     for word in words[1:]:
         key, _, value = word.partition("=")
         if key != "slots":
@@ -86,10 +87,10 @@ def _parse(words: list[str], number: int) -> Host:
     if len(counts) > 1:
         raise ValueError("two numbers of slots")
     if not counts:
-        return Host(name, None, number)
+        return Host(host, None, number)
     if not (counts[0].isascii() and counts[0].isdigit() and int(counts[0]) > 0):
         raise ValueError(f"{counts[0]!r} is no number of processes (1, 2, …)")
-    return Host(name, int(counts[0]), number)
+    return Host(host, int(counts[0]), number)
 
 
 def _check_place(host: Host, before: list[Host]) -> None:

@@ -129,7 +129,8 @@ def command(mpi: Mpi, shares: list[Share], program: list[str], names: Iterable[s
         options = ["--host", listed, "-n", total, "--map-by", by, "--bind-to", "none"]
         passed = [word for name in sorted(names) if name.startswith(_PASSED_ON) for word in ("-x", name)]
         return [str(mpi.mpirun), *root, *options, *passed, *program]
-    hosts, per_host = [share.host.name for share in shares], ["-ppn", str(shares[0].ranks)]
+    hosts: list[str] = [share.host.name for share in shares]
+    per_host = ["-ppn", str(shares[0].ranks)]
     if len(counts) > 1 and mpi.flavour == "mpich":
         hosts, per_host = [f"{share.host.name}:{share.ranks}" for share in shares], []
     elif len(counts) > 1:

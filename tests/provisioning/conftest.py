@@ -65,6 +65,7 @@ def wire(moto: str, empty: Callable[[], None], monkeypatch: pytest.MonkeyPatch, 
             self.events.register("provide-client-params", wire.parameters)
             self.events.register("before-call", wire.before_call)
             self.events.register("before-send", wire.before_send)
+            self.events.register("after-call", wire.after_call)
 
     monkeypatch.setattr("boto3.session.Session", Session)
     for name in [name for name in os.environ if name.startswith("AWS_")]:

@@ -36,6 +36,8 @@ class Steps:
     """Which step (from 0) meets the fault."""
     fault: str = ""
     """error, broken, hang or ctrl-c."""
+    says: str = "no such luck"
+    """What the step that fails prints."""
     passed: float = 0
     """Seconds that went by while steps were hanging."""
 
@@ -66,7 +68,7 @@ class Steps:
         if mpirun := re.search(r"mpirun .*-n (\d+) .*all_reduce", what):
             text = f"all-reduce of {mpirun[1]} processes"
         return SimpleNamespace(
-            failed=failed, exited=3 if failed else 0, stdout=text, stderr="no such luck" if failed else "", hangs=hangs
+            failed=failed, exited=3 if failed else 0, stdout=text, stderr=self.says if failed else "", hangs=hangs
         )
 
 
@@ -92,7 +94,7 @@ class FakeConnection:
         return SimpleNamespace(runner=runner, join=lambda: done)
 
     def _run(self, command: str) -> SimpleNamespace:
-        if "ssh-keygen -q -t ed25519 -N '' -C '' -f" in command:
+        if "ssh-keygen -q -t ed25519" in command:
             done = self._steps.meet(f"{self._node.role}: {command}")
             done.stdout = make_key().public
             return done

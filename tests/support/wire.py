@@ -34,6 +34,10 @@ class Wire:
     """(Operation, its parameters) of each."""
     answers: dict[str, dict[str, Any]] = field(default_factory=dict)
     """service:Operation -> what to answer in AWS's place, where moto cannot; has to have the form that AWS gives it."""
+    changes: dict[str, Callable[[dict[str, Any]], None]] = field(default_factory=dict)
+    """service:Operation -> what to do to AWS's answers, in place."""
+    untagged: set[str] = field(default_factory=set)
+    """Operations whose TagSpecifications AWS loses."""
     at: int | None = None
     """Which call (from 0) meets the fault; None: none does."""
     fault: str = ""
@@ -56,7 +60,13 @@ class Wire:
         return False
 
     def parameters(self, model: Any, params: dict[str, Any], **_: Any) -> None:
-        self.requests.append((model.name, params))
+        self.requests.append((model.name, dict(params)))
+        if model.name in self.untagged and "DryRun" not in params:
+            params.pop("TagSpecifications", None)
+
+    def after_call(self, model: Any, parsed: dict[str, Any], **_: Any) -> None:
+        if "Error" not in parsed:
+            self.changes.get(f"{model.service_model.endpoint_prefix}:{model.name}", lambda answer: None)(parsed)
 
     def before_call(self, model: Any, **_: Any) -> Any:
         from botocore.awsrequest import AWSResponse

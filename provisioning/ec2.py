@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 
 SOURCES = {
-    "IpRanges": "CidrIp",
-    "Ipv6Ranges": "CidrIpv6",
-    "UserIdGroupPairs": "GroupId",
-    "PrefixListIds": "PrefixListId",
+    "IpRanges": ("CidrIp",),
+    "Ipv6Ranges": ("CidrIpv6",),
+    "UserIdGroupPairs": ("GroupId", "GroupName"),
+    "PrefixListIds": ("PrefixListId",),
 }
-"""Kinds of sources in a rule of a security group -> what tells one from another."""
+"""Kinds of sources in a rule of a security group -> what tells one from another, the first that EC2 tells."""
+SSH_PORT = 22
 
 
 def rehearse(aws: Aws, plan: Plan) -> None:
@@ -98,9 +99,17 @@ def security_group(aws: Aws, plan: Plan, cluster: Cluster, say: Say) -> str:
             plan,
         )
         say(f"security group {found['GroupId']}")
-    group = str(found["GroupId"])
     _set_rules(aws, plan, found, say)
-    return group
+    return str(found["GroupId"])
+
+
+def keep_rules(aws: Aws, plan: Plan, say: Say) -> None:
+    """Bring the rules of the cluster's security group to the plan's once more: one may have come while nodes were made.
+
+    Where the builder is a guest, the rules stay.
+    """
+    if not plan.only_image and (found := _described_group(aws, plan)):
+        _set_rules(aws, plan, found, say)
 
 
 def restore_rules(aws: Aws, before: dict[str, Any]) -> None:
@@ -150,11 +159,21 @@ def _by_source(rules: list[dict[str, Any]]) -> dict[tuple[Any, ...], dict[str, A
     for rule in rules:
         what = {part: rule.get(part) for part in ("IpProtocol", "FromPort", "ToPort")}
         ports = {part: value for part, value in what.items() if value is not None}
-        for kind, name in SOURCES.items():
+        for kind, names in SOURCES.items():
             for source in rule.get(kind, []):
-                key = (*what.values(), source[name])
-                single[key] = ports | {kind: [source]}
+                who = next((source[name] for name in names if source.get(name)), "?")
+                single[(*what.values(), who)] = ports | {kind: [source]}
     return single
+
+
+def ssh_from(group: dict[str, Any]) -> list[str]:
+    """Everyone whom a security group lets in to ssh, but for its own members: networks, prefix lists, other groups."""
+    own = group["GroupId"]
+    return [
+        str(who)
+        for protocol, first, last, who in _by_source(group["IpPermissions"])
+        if who != own and (protocol == "-1" or (protocol == "tcp" and (first or 0) <= SSH_PORT <= (last or 0)))
+    ]
 
 
 def _in_words(protocol: str, first: int | None, last: int | None, source: str) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from icom.errors import UsageError
+from icom.names import plain
 from provisioning.aws import Aws, connect, explained, filters, wait_for
 from provisioning.cluster import Cluster, Node, find_cluster, find_master, find_nodes
 from provisioning.config import StartConfig, StatusConfig, StopConfig, check_cluster_name, check_wait_minutes
+from provisioning.ec2 import ssh_from
 from provisioning.hostkeys import folder_of
 
 
@@ -33,6 +35,7 @@ def _table(aws: Aws, cluster: Cluster, master: Node | None) -> object:
     """`master`: an instance that is the master without being the cluster's own."""
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
     nodes = (master, *cluster.nodes) if master else cluster.nodes
     kinds = ", ".join(dict.fromkeys(f"{n.type}{' spot' if n.spot else ''} in {n.zone}" for n in nodes))
@@ -44,20 +47,14 @@ def _table(aws: Aws, cluster: Cluster, master: Node | None) -> object:
         addresses = (node.private_ip or "–", node.public_ip or "–")
         table.add_row(node.role, node.id, node.state, *addresses)
     group = cluster.group
-    names = [f"security group {group['GroupId']} (ssh from {_ssh_from(group)})"] if group else []
+    names = [f"security group {group['GroupId']} (ssh from {', '.join(ssh_from(group)) or 'nowhere'})"] if group else []
     names += [f"key pair {cluster.key['KeyName']}"] if cluster.key else []
     names += [f"placement group {cluster.placement}"] if cluster.placement else []
     names += [f"since {min(node.since for node in cluster.nodes):%Y-%m-%d %H:%M} UTC"] if cluster.nodes else []
     ends = sorted({node.ends for node in cluster.nodes if node.ends})
     names += [f"ends {' and '.join(f'{end:%Y-%m-%d %H:%M}' for end in ends)} UTC (--max_hours)"] if ends else []
-    table.caption = ", ".join(names)
+    table.caption = Text(plain(", ".join(names)))  # names of keys and groups may be anything
     return table
-
-
-def _ssh_from(group: dict[str, object]) -> str:
-    rules = group["IpPermissions"]
-    assert isinstance(rules, list)
-    return ", ".join(r["CidrIp"] for rule in rules if rule.get("FromPort") == 22 for r in rule["IpRanges"]) or "nowhere"
 
 
 def stop(config: StopConfig) -> None:

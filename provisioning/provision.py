@@ -14,7 +14,7 @@ from provisioning.aws import Aws, add_console, connect, explained
 from provisioning.build import build
 from provisioning.cluster import Cluster, Node, find_cluster
 from provisioning.config import BakeConfig, ProvisionConfig, as_options, check_instance_config, key_file
-from provisioning.ec2 import rehearse, restore_rules
+from provisioning.ec2 import keep_rules, rehearse, restore_rules
 from provisioning.environment import IN_ENVIRONMENT
 from provisioning.hostkeys import Folder, folder_of
 from provisioning.launches import Launches, learn_launched
@@ -101,6 +101,7 @@ def _make(config: ProvisionConfig, only_image: bool) -> None:
                         *(plan.gpus, config.wait_minutes, progress, check),
                         Here() if this else None,
                     )
+                keep_rules(aws, plan, progress.say)
                 check()
             except BaseException as error:
                 removing = True

@@ -19,7 +19,7 @@ from provisioning.nodes import AS_ROOT, BOOT_SECONDS, WAIT_FOR_BOOT
 from provisioning.plan import Plan, builder_plan, image_request, raw_image_request
 from provisioning.progress import Progress
 from provisioning.ssh import Login, patient_connect, send, step
-from provisioning.teardown import end_nodes
+from provisioning.teardown import end_nodes, gone
 
 IMAGE_MINUTES = 60
 """How long EC2 may take to copy the disk."""
@@ -99,8 +99,17 @@ def _image(aws: Aws, plan: Plan, request: dict[str, Any]) -> Image:
         "InvalidAMIName.Duplicate",
         lambda: _by_name(aws, request["Name"]),
         plan,
+        lambda made: _forget(aws, made),
     )
     return wait_for_image(aws, made["ImageId"], IMAGE_MINUTES)
+
+
+def _forget(aws: Aws, image: dict[str, Any]) -> None:
+    """Remove an image and its snapshots."""
+    gone(lambda: aws.ec2.deregister_image(ImageId=image["ImageId"]))
+    for disk in image.get("BlockDeviceMappings", []):
+        if snapshot := disk.get("Ebs", {}).get("SnapshotId"):
+            gone(lambda id=snapshot: aws.ec2.delete_snapshot(SnapshotId=id))  # type: ignore[misc]
 
 
 def _by_name(aws: Aws, name: str) -> dict[str, Any] | None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from icom.errors import IcomError
 from provisioning.aws import Aws
 from provisioning.bake import IMAGE_MINUTES, bake, image_this_instance
 from provisioning.cluster import Cluster, check_roles, find_cluster
-from provisioning.ec2 import join_group, key_pair, placement_group, security_group
+from provisioning.ec2 import join_group, key_pair, placement_group, security_group, until
 from provisioning.images import wait_for_image
 from provisioning.launches import Launches, launch_somewhere, wait_until_running
 from provisioning.plan import Plan
@@ -49,7 +50,24 @@ def build(aws: Aws, plan: Plan, cluster: Cluster, login: Login, launches: Launch
     launched = launch_somewhere(aws, plan, group, client_key, login.folder, launches, say) if plan.roles else []
     if plan.roles or plan.there:
         wait_until_running(aws, plan, launched, say)
-    cluster = find_cluster(aws, plan.config.cluster)
+    return _whole(aws, plan, {*launched, *(node.id for node in plan.there)})
+
+
+def _whole(aws: Aws, plan: Plan, ids: set[str]) -> Cluster:
+    """The cluster, once EC2 shows all of these nodes at once: one look may show fewer than the look before.
+
+    Raises:
+        IcomError: it does not, or somebody has tagged another instance meanwhile.
+    """
+    found: list[Cluster] = []
+
+    def shown() -> bool:
+        found[:] = [find_cluster(aws, plan.config.cluster)]
+        return ids <= {node.id for node in found[0].nodes}
+
+    if not until(shown):
+        missing = ids - {node.id for node in found[0].nodes}
+        raise IcomError(f"EC2 shows {len(ids) - len(missing)} of {len(ids)} nodes; it lacks {', '.join(missing)}.")
     if not plan.only_image:
-        check_roles(cluster)  # somebody may have tagged another instance meanwhile
-    return cluster
+        check_roles(found[0])
+    return found[0]

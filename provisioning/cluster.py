@@ -112,10 +112,13 @@ def find_cluster(aws: Aws, name: str, run: str | None = None) -> Cluster:
     """Read what carries the cluster's tag; with `run`, only what that call of `icom provision` made."""
     mine = filters(tag_cluster=name) + (filters(tag_run=run) if run else [])
     nodes = find_nodes(aws, mine)
+    own = resource_name(name)  # others with the tag go with the cluster, but are nothing that it uses
     groups = pages(aws.ec2, "describe_security_groups", "SecurityGroups", Filters=mine)
+    groups = [group for group in groups if group["GroupName"] == own]
     keys = aws.ec2.describe_key_pairs(Filters=mine, IncludePublicKey=True)["KeyPairs"]
+    keys = [key for key in keys if key["KeyName"] == own]
     placements = aws.ec2.describe_placement_groups(Filters=mine)["PlacementGroups"]
-    placements = [p for p in placements if p["State"] in ("pending", "available")]
+    placements = [p for p in placements if p["State"] in ("pending", "available") and p["GroupName"] == own]
     masters = [_or_none(names.instance_id, tags_of(thing).get(TAG_MASTER)) for thing in (*groups, *keys, *placements)]
     masters += [node.master for node in nodes]
     return Cluster(

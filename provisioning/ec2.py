@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from icom.errors import IcomError
 from provisioning.aws import Aws, error_code, filters, when_visible
@@ -97,6 +97,7 @@ def security_group(aws: Aws, plan: Plan, cluster: Cluster, say: Say) -> str:
             "InvalidGroup.Duplicate",
             lambda: _described_group(aws, plan),
             plan,
+            lambda made: aws.ec2.delete_security_group(GroupId=made["GroupId"]),
         )
         say(f"security group {found['GroupId']}")
     _set_rules(aws, plan, found, say)
@@ -162,7 +163,8 @@ def _by_source(rules: list[dict[str, Any]]) -> dict[tuple[Any, ...], dict[str, A
         for kind, names in SOURCES.items():
             for source in rule.get(kind, []):
                 who = next((source[name] for name in names if source.get(name)), "?")
-                single[(*what.values(), who)] = ports | {kind: [source]}
+                what_and_who = (*what.values(), who)
+                single[what_and_who] = ports | {kind: [source]}
     return single
 
 
@@ -194,12 +196,13 @@ def join_group(aws: Aws, this: This, group: str) -> None:
 
 def key_pair(aws: Aws, plan: Plan, cluster: Cluster, client_key: str, say: Say) -> None:
     if cluster.key:  # of a provision on another computer that launched nothing
-        aws.ec2.delete_key_pair(KeyName=plan.name)
+        aws.ec2.delete_key_pair(KeyPairId=cluster.key["KeyPairId"])
     unless_made(
         lambda: aws.ec2.import_key_pair(**_key_request(plan, client_key)),
         "InvalidKeyPair.Duplicate",
         lambda: next(iter(aws.ec2.describe_key_pairs(KeyNames=[plan.name])["KeyPairs"]), None),
         plan,
+        lambda made: aws.ec2.delete_key_pair(KeyPairId=made["KeyPairId"]),
     )
     say(f"key pair {plan.name}")
 
@@ -210,33 +213,40 @@ def placement_group(aws: Aws, plan: Plan, say: Say) -> None:
         "InvalidPlacementGroup.Duplicate",
         lambda: next(iter(aws.ec2.describe_placement_groups(GroupNames=[plan.name])["PlacementGroups"]), None),
         plan,
+        lambda made: aws.ec2.delete_placement_group(GroupName=plan.name),
     )
     say(f"placement group {plan.name}")
 
 
+class LostTags(IcomError):
+    """EC2 has made a thing without its tags, and it could not be removed: nothing finds it as icom's own."""
+
+
 def unless_made(
-    make: Callable[[], dict[str, Any]], duplicate: str, find: Callable[[], dict[str, Any] | None], plan: Plan
+    make: Callable[[], dict[str, Any]],
+    duplicate: str,
+    find: Callable[[], dict[str, Any] | None],
+    plan: Plan,
+    undo: Callable[[dict[str, Any]], object],
 ) -> dict[str, Any]:
     """Make a thing that has a name; a duplicate of this very run is the trace of an answer that was lost.
 
+    Its tags are read back: what has none is found neither by the next call nor by the teardown.
+
     Returns:
         What EC2 tells of it: the answer to its creation, or its description.
+
+    Raises:
+        IcomError: it has no tags, and is removed again; LostTags: it is not.
     """
     from botocore.exceptions import ClientError
 
     try:
-        return make()
+        made = make()
     except ClientError as error:
         if error_code(error) != duplicate:
             raise
-        found: dict[str, Any] = {}
-
-        def shown() -> bool:
-            described = when_visible(find)
-            found.update(described or {})
-            return bool(found)
-
-        until(shown)
+        found = _described(find, bool)
         tags = tags_of(found)
         if tags.get(TAG_RUN) == plan.run:
             return found
@@ -244,6 +254,41 @@ def unless_made(
         raise IcomError(
             f"{error.operation_name}: {plan.name} exists already, and {owner}. Choose another --cluster, or remove it."
         ) from error
+    found = _described(find, lambda thing: tags_of(thing).get(TAG_RUN) == plan.run)
+    if tags_of(found).get(TAG_RUN) != plan.run:
+        _remove_untagged(made, found, plan, undo)
+    return made
+
+
+def _described(find: Callable[[], dict[str, Any] | None], enough: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+    """A thing as EC2 describes it, once that is enough; as it was last where it never is."""
+    found: dict[str, Any] = {}
+
+    def look() -> bool:
+        described = when_visible(find)
+        found.clear()
+        found.update(described or {})
+        return bool(enough(found))
+
+    until(look)
+    return found
+
+
+def _remove_untagged(
+    made: dict[str, Any], shown: dict[str, Any], plan: Plan, undo: Callable[[Any], object]
+) -> NoReturn:
+    from botocore.exceptions import ClientError
+
+    ids = [str(value) for key, value in made.items() if key in ("GroupId", "KeyPairId", "ImageId")]
+    what = f"{plan.name} ({', '.join(ids)})" if ids else plan.name
+    try:
+        undo(shown | made)
+    except ClientError as error:
+        raise LostTags(
+            f"EC2 made {what} without the tags that it was given, and did not let it be removed again "
+            f"({error_code(error)}). Remove it by hand: icom teardown names it, and does not take it for its own."
+        ) from error
+    raise IcomError(f"EC2 made {what} without the tags that it was given. It is removed again: try once more.")
 
 
 def until(done: Callable[[], bool], tries: int = 60, seconds: float = 2.0) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from icom import names
 from icom.errors import IcomError
 from provisioning.aws import Aws, error_code, explained, filters, wait_for, when_visible
 from provisioning.cluster import Node, find_nodes
@@ -79,7 +80,11 @@ def launch_somewhere(
 
 
 def _launch(aws: Aws, request: dict[str, Any], launches: Launches) -> str:
-    """Launch one node; its instance id."""
+    """Launch one node; its instance id.
+
+    Raises:
+        IcomError: EC2 answers with none. What became of it is not known then.
+    """
     from botocore.exceptions import ClientError
 
     launches.check()  # before it could have been sent
@@ -90,10 +95,12 @@ def _launch(aws: Aws, request: dict[str, Any], launches: Launches) -> str:
         if _is_refusal(error):
             launches.unknown = None
         raise
-    id = str(answer["Instances"][0]["InstanceId"])
-    launches.ids.append(id)
+    ids = [names.instance_id(instance["InstanceId"]) for instance in answer.get("Instances", [])]
+    if not ids:
+        raise IcomError("EC2 answered RunInstances without an instance.")
+    launches.ids.extend(ids)
     launches.unknown = None
-    return id
+    return ids[0]
 
 
 def _is_refusal(error: Any) -> bool:

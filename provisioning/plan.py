@@ -256,7 +256,8 @@ def image_request(plan: Plan, builder: str) -> dict[str, Any]:
     described = [{"Key": key, "Value": value} for key, value in tags.items()]
     return {
         "InstanceId": builder,
-        "Name": f"icom-{plan.content[:12]}-{plan.run}",  # of all images of the account, each has its own
+        # Of all images of the account each has its own; by its beginning it is found where its tags are lost.
+        "Name": f"{plan.name}/{plan.content[:12]}-{plan.run}",
         "Description": f"icom, installed and tested, on {plan.image.base}",
         "TagSpecifications": [{"ResourceType": kind, "Tags": described} for kind in ("image", "snapshot")],
     }
@@ -268,7 +269,7 @@ def raw_image_request(plan: Plan) -> dict[str, Any]:
     kinds = ("image", "snapshot")
     return {
         "InstanceId": plan.this.node.id,
-        "Name": f"icom-raw-{plan.run}",
+        "Name": f"{plan.name}/raw-{plan.run}",
         "Description": "for minutes: what is on the disk of an instance, not cleaned",
         "NoReboot": True,
         # Its other disks are data, and the scrub leaves them alone.

@@ -14,7 +14,7 @@ from provisioning.aws import Aws, add_console, connect, explained
 from provisioning.build import build
 from provisioning.cluster import Cluster, Node, find_cluster
 from provisioning.config import BakeConfig, ProvisionConfig, as_options, check_instance_config, key_file
-from provisioning.ec2 import keep_rules, rehearse, restore_rules
+from provisioning.ec2 import LostTags, keep_rules, rehearse, restore_rules
 from provisioning.environment import IN_ENVIRONMENT
 from provisioning.hostkeys import Folder, folder_of
 from provisioning.launches import Launches, learn_launched
@@ -25,7 +25,7 @@ from provisioning.progress import Progress
 from provisioning.ssh import Login
 from provisioning.sshinclude import add_include
 from provisioning.survey import Survey, survey
-from provisioning.teardown import confirm, remove, settle
+from provisioning.teardown import confirm, instances, remove, settle
 from provisioning.this_instance import Here, Identity, This, master_here, where_am_i
 
 REMOVE_MINUTES = 10
@@ -167,20 +167,22 @@ def _after_failure(
         say(f"Kept what was made of {name}. The same command again goes on; icom teardown{where} removes it.")
         return False
     say("Removing what this call made …")
-    errors, left = [], []
+    errors: list[str] = []
+    left: list[tuple[str, str]] = []
     for _ in range(REMOVE_PASSES):  # a request whose answer was lost may show up late: again, until nothing does
         try:
             with explained():
                 unknown = learn_launched(aws, launches)
                 errors = unknown + remove(
-                    aws, name, REMOVE_MINUTES, say, run=plan.run, images=True, launched=launches.ids
+                    *(aws, name, REMOVE_MINUTES, say, plan.run, True),
+                    [*launches.ids, *instances(left)],
                 )
                 _leave_group(aws, plan, before)
                 left = settle(aws, name, plan.run, images=True)
         except IcomError as second:
             errors.append(str(second))
         if not left and not errors:
-            say("Nothing of it is left.")
+            say("All else of it is removed." if isinstance(error, LostTags) else "Nothing of it is left.")
             if plan.there and plan.config.setup:
                 say(
                     f"The {len(plan.there)} nodes that were there may have been told of new ones. The same command "
@@ -190,8 +192,8 @@ def _after_failure(
     names = ", ".join(f"{kind} {id}" for kind, id in left)
     raise IcomError(
         f"{error}\nRemoving what this call made failed too: {'; '.join(errors) or 'it is still there'}\n"
-        + (f"Still there: {names}" if left else "Some of it may still be there")
-        + f": icom status{where}, icom teardown{where}"
+        + (f"Still there: {names}\n" if left else "Some of it may still be there.\n")
+        + f"See it: icom status{where}\nRemove it: icom teardown{where}"
     ) from error
 
 

@@ -14,6 +14,7 @@ from provisioning.cluster import RAW, TAG_CLUSTER, TAG_MASTER, TAG_ROLE, TAG_RUN
 from provisioning.config import TeardownConfig, as_options, check_cluster_name, check_wait_minutes
 from provisioning.hostkeys import folder_of, places_of
 from provisioning.sshinclude import remove_include_if_unused
+from provisioning.strays import Stray, find_strays, in_words
 
 GONE = (
     *("InvalidInstanceID.NotFound", "InvalidGroup.NotFound", "InvalidKeyPair.NotFound", "InvalidVolume.NotFound"),
@@ -43,7 +44,8 @@ class Kind(NamedTuple):
 KINDS = (
     Kind("volume", "describe_volumes", "Volumes", "VolumeId", "delete_volume"),
     Kind("security-group", "describe_security_groups", "SecurityGroups", "GroupId", "delete_security_group"),
-    Kind("key-pair", "describe_key_pairs", "KeyPairs", "KeyName", "delete_key_pair"),
+    # Not by its name: somebody may have given that to another key meanwhile.
+    Kind("key-pair", "describe_key_pairs", "KeyPairs", "KeyPairId", "delete_key_pair"),
     Kind("placement-group", "describe_placement_groups", "PlacementGroups", "GroupName", "delete_placement_group"),
     Kind("image", "describe_images", "Images", "ImageId", "deregister_image", "Owners"),
     Kind("snapshot", "describe_snapshots", "Snapshots", "SnapshotId", "delete_snapshot", "OwnerIds"),
@@ -65,21 +67,26 @@ def teardown(config: TeardownConfig) -> None:
         errors: list[str] = []
         left = left_over(aws, config.cluster)
         doomed = [item for item in left if config.all_images or item[0] not in IMAGES]
-        if not doomed:
-            _look_elsewhere(aws, config)
-            print(f"There is no cluster {config.cluster} in {aws.region}, account {aws.account}: nothing to remove.")
-        else:
+        if doomed:
             for kind, id in doomed:
                 print(f"- {kind} {id}")
             if not config.yes:
                 confirm(f"Remove these {len(doomed)}?")
-            errors = remove(aws, config.cluster, config.wait_minutes, print, images=config.all_images)
+            shown = instances(left)  # by their tags: DescribeInstances may lag behind
+            errors = remove(aws, config.cluster, config.wait_minutes, print, images=config.all_images, launched=shown)
             try:
                 with explained():
                     left = settle(aws, config.cluster, images=config.all_images)
             except IcomError as error:  # the list from before stands then
                 errors.append(str(error))
-        _report(aws, config, left, errors)
+        strays = find_strays(aws, config.cluster)
+        if doomed:
+            _report(aws, config, left, errors, strays)
+        elif strays:
+            raise IcomError(f"{in_words(strays, config.cluster)}\nThen again: icom teardown{as_options(config)}")
+        else:
+            _look_elsewhere(aws, config)
+            print(f"There is no cluster {config.cluster} in {aws.region}, account {aws.account}: nothing to remove.")
     folder.remove()
     remove_include_if_unused()
 
@@ -117,15 +124,18 @@ def confirm(question: str) -> None:
         raise IcomError("Nothing was done.")
 
 
-def _report(aws: Aws, config: TeardownConfig, left: list[tuple[str, str]], errors: list[str]) -> None:
+def _report(
+    aws: Aws, config: TeardownConfig, left: list[tuple[str, str]], errors: list[str], strays: list[Stray]
+) -> None:
     kept = [item for item in left if item[0] in IMAGES and not config.all_images]
     stuck = [item for item in left if item not in kept]
-    if stuck or errors:
+    if stuck or errors or strays:
         names = "".join(f"\n  {kind} {id}" for kind, id in stuck) or " nothing that its tag shows."
         reasons = "".join(f"\n  {error}" for error in errors)
         raise IcomError(
             f"Left of {config.cluster} in {aws.region}:{names}"
             + (f"\nWhat failed:{reasons}" if errors else "")
+            + (f"\n{in_words(strays, config.cluster)}" if strays else "")
             + f"\nAgain in some minutes: icom teardown{as_options(config)}"
         )
     print(
@@ -270,6 +280,11 @@ def left_over(aws: Aws, name: str, run: str | None = None) -> list[tuple[str, st
         tagged = pages(aws.ec2, "describe_tags", "Tags", Filters=filters(key=TAG_ROLE, value=RAW))
         raw = {(tag["ResourceType"], tag["ResourceId"]) for tag in tagged}
     return sorted((f"raw {kind}" if (kind, id) in raw else kind, id) for kind, id in found - ghosts)
+
+
+def instances(left: list[tuple[str, str]]) -> list[str]:
+    """The ids of the instances in such a list."""
+    return [id for kind, id in left if kind == "instance"]
 
 
 def settle(aws: Aws, name: str, run: str | None = None, images: bool = False) -> list[tuple[str, str]]:

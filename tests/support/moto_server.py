@@ -128,7 +128,8 @@ def placement_groups() -> None:
         found = []
         for name, group in groups(self).items():
             tags = self.ec2_backend.tags[group["GroupId"]]
-            if (not names or name in names) and all(tags.get(key) in values for key, values in wanted.items()):
+            known = {"group-name": name} | tags
+            if (not names or name in names) and all(known.get(key) in values for key, values in wanted.items()):
                 found.append({**group, "Tags": [{"Key": key, "Value": value} for key, value in tags.items()]})
         return ActionResult({"PlacementGroups": found})
 
@@ -160,8 +161,11 @@ def launches_keep_their_place() -> None:
 
 
 def used_groups_stay() -> None:
-    """A security group cannot be deleted while an instance in it is alive; deleted things lose their tags."""
-    delete, delete_key = EC2Response.delete_security_group, EC2Response.delete_key_pair
+    """A security group cannot be deleted while an instance in it is alive; deleted things lose their tags.
+
+    DeleteKeyPair takes an id, too.
+    """
+    delete = EC2Response.delete_security_group
     delete_disk = EBSBackend.delete_volume
 
     def delete_volume(self: Any, volume_id: str) -> Any:
@@ -183,11 +187,15 @@ def used_groups_stay() -> None:
         return answer
 
     def delete_key_pair(self: Any) -> Any:
-        pair = self.ec2_backend.key_pairs.get(self._get_param("KeyName"))
-        answer = delete_key(self)
+        self.error_on_dryrun()
+        wanted = (self._get_param("KeyName"), self._get_param("KeyPairId"))
+        pairs = self.ec2_backend.key_pairs
+        pair = next((pair for pair in pairs.values() if pair.key_name == wanted[0] or pair.id == wanted[1]), None)
+        if pair is None and wanted[1]:
+            raise EC2ClientError("InvalidKeyPair.NotFound", f"The key pair '{wanted[1]}' does not exist")
         if pair:
-            self.ec2_backend.tags.pop(pair.id, None)
-        return answer
+            self.ec2_backend.tags.pop(pairs.pop(pair.key_name).id, None)
+        return EmptyResult()
 
     EC2Response.delete_security_group = delete_security_group
     EC2Response.delete_key_pair = delete_key_pair

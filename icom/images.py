@@ -85,17 +85,20 @@ def _bundled_folder(name: str) -> Path:
 
 
 def read_picture(path: Path) -> Image.Image:
-    """Decode a picture: upright by its EXIF orientation, RGB, transparency composed on white.
+    """Decode a picture: upright by its EXIF orientation, RGB of 8 bits, transparency composed on white.
+
+    More bits than 8 are scaled so that white stays white; floating-point values are taken for 0 (black) to 1 (white).
 
     Raises:
-        IcomError: not a picture, damaged, or more than MAX_PIXELS.
+        IcomError: not a picture, damaged, more than MAX_PIXELS, or with values of which nobody knows what is white.
     """
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # our own limit decides, and damaged metadata does not matter
-            with Image.open(path) as image:
+            # From a file and not its name: what Pillow maps into memory it turns wrongly (a TIFF's orientation).
+            with path.open("rb") as file, Image.open(file) as image:
                 width, height = image.size
                 if width * height > MAX_PIXELS:
                     raise IcomError(
@@ -103,7 +106,10 @@ def read_picture(path: Path) -> Image.Image:
                         f"({MAX_PIXELS // 10**6} megapixels at most); scale it down"
                     )
                 image.load()
-                upright = ImageOps.exif_transpose(image)
+                ImageOps.exif_transpose(image, in_place=True)
+                return _on_white(_eight_bits(image))
+    except _UnclearError as error:
+        raise IcomError(f"{path.name}: {error}; save it as PNG with 8 bits") from None
     except Image.DecompressionBombError:
         # Pillow's own limit, some twice as high, strikes before it tells us the size.
         raise IcomError(
@@ -115,11 +121,55 @@ def read_picture(path: Path) -> Image.Image:
         raise IcomError(f"{path.name}: not readable (permissions)") from None
     except (OSError, SyntaxError, ValueError, EOFError) as error:  # what Pillow's decoders raise
         raise IcomError(f"{path.name}: damaged ({error})") from error
-    if upright.has_transparency_data:
-        rgba = upright.convert("RGBA")
+
+
+class _UnclearError(Exception):
+    """What is in the file is whole, but what colours it means is not clear."""
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    """Grey of more than 8 bits as 8 bits (Pillow's own conversion cuts off at 255); the others as they are."""
+    from PIL import Image, ImageOps
+
+    sixteen = image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM"))
+    if not sixteen and image.mode not in ("I", "F"):
+        return image
+    values = np.asarray(image)
+    low, high = values.min(), values.max()
+    tags = getattr(image, "tag_v2", {})
+    if sixteen:
+        # The high byte, as Pillow takes it where colours have 16 bits. A TIFF says whether only 12 are used.
+        grey = values >> (tags.get(_BITS_PER_SAMPLE, (16,))[0] - 8)
+    elif image.mode == "F":
+        if not 0 <= low <= high <= 1:  # nor with NaN
+            raise _UnclearError(f"floating-point values from {low:g} to {high:g}, where black is 0 and white is 1")
+        grey = np.round(values * 255)
+    else:
+        raise _UnclearError(f"whole numbers of 32 bits, from {low} to {high}: white is unknown")
+    scaled = Image.fromarray(grey.astype(np.uint8))
+    if tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO:  # Pillow heeds it for 8 bits only
+        scaled = ImageOps.invert(scaled)
+    if "transparency" in image.info:
+        scaled.putalpha(Image.fromarray(values != image.info["transparency"]).convert("L"))
+    return scaled
+
+
+_BITS_PER_SAMPLE, _PHOTOMETRIC, _WHITE_IS_ZERO = 258, 262, 0  # TIFF 6.0, section 8
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    """RGB, with white behind what is transparent."""
+    from PIL import Image
+
+    if image.mode == "LAB":
+        raise _UnclearError("CIELAB colours, which Pillow does not convert")
+    if image.mode == "La":  # grey with premultiplied alpha, from a TIFF: Pillow converts it to LA alone
+        image = image.convert("LA")
+    if image.has_transparency_data:
+        rgba = image.convert("RGBA")
         white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
         return Image.alpha_composite(white, rgba).convert("RGB")
-    return upright.convert("RGB")
+    return image.convert("RGB")
 
 
 def pixels(image: Image.Image, transform: Transform, *, flip: bool) -> torch.Tensor:

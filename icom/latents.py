@@ -27,7 +27,7 @@ from icom.images import Picture, Transform, pixels, read_picture
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL
 
-_FORMAT = 1  # part of the key: raise it when the meaning of an entry changes
+_FORMAT = 2  # part of the key: raise it when the meaning of an entry changes
 
 
 @dataclass(frozen=True)

@@ -154,8 +154,9 @@ class TrainConfig:
     """Also write the whole pipeline, with the new word in it, to --output_dir."""
     no_safe_serialization: bool = False
     """Also write learned_embeds.bin (a pickle) for tools from before safetensors."""
-    num_comparison_images: int = 1
-    """Pictures of the concept made before and after training with the same noise (comparison.png); 0: none."""
+    num_comparison_images: int | None = None
+    """Pictures of the concept made before and after training with the same noise (comparison.png); 0: none. Default: 1,
+    unless drawing would take more than a quarter of the training's time (and more than 10 s)."""
 
     # Checkpoints.
     checkpointing_steps: int = 500
@@ -463,7 +464,8 @@ def check_train_config(config: TrainConfig) -> None:
         if value is not None and value < 1:
             raise UsageError(f"--{name} has to be at least 1, not {value}.")
     for name in ("lr_warmup_steps", "dataloader_num_workers", "num_comparison_images", "adam_weight_decay"):
-        if getattr(config, name) < 0:
+        value = getattr(config, name)
+        if value is not None and value < 0:
             raise UsageError(f"--{name} must not be negative.")
     for name in ("learning_rate", "adam_epsilon"):
         value = getattr(config, name)

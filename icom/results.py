@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import resource
 import shlex
+import statistics
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,11 @@ if TYPE_CHECKING:
     from icom.run import Run
 
 EMBEDDING = "learned_embeds.safetensors"
+SHARE_FOR_PICTURES, CHEAP_PICTURES = 0.25, 10.0
+"""Comparison pictures that nobody asked for may take this share of the training's time, or so many seconds."""
+SAMPLES_PER_PICTURE = 27
+"""A picture costs about as much as so many samples of a training step: 25 steps with guidance are 50 forward passes, a
+sample is a forward and a backward pass; decoding is the rest."""
 
 
 def say_start(run: Run, reason: str, state: State, repository: str | None) -> None:
@@ -84,8 +90,8 @@ def finish(
         write_atomically(output / "learned_embeds.bin", buffer.getvalue())
     loss_curve(rows, output / "loss.png")
     pictures = ["loss.png"]
-    if config.num_comparison_images:
-        save_png(_comparison(run, initial_rows), output / "comparison.png")
+    if count := _comparison_images(run, rows):
+        save_png(_comparison(run, initial_rows, count), output / "comparison.png")
         pictures.insert(0, "comparison.png")
     card = model_card(
         token=token,
@@ -129,12 +135,46 @@ def finish(
         )
 
 
-def _comparison(run: Run, initial_rows: torch.Tensor) -> Image.Image:
+def _comparison_images(run: Run, rows: list[dict[str, Any]]) -> int:
+    """How many pairs of pictures to draw; says what they cost before that, or why there are none.
+
+    Args:
+        run: the run.
+        rows: of its metrics.
+    """
+    config = run.config
+    asked = config.num_comparison_images
+    if asked == 0:
+        return 0
+    seconds = [row["seconds"] for row in rows]
+    samples = config.train_batch_size * config.gradient_accumulation_steps
+    count = 1 if asked is None else asked
+    cost = 2 * count * SAMPLES_PER_PICTURE * statistics.median(seconds or [0.0]) / samples
+    if asked is None and cost > max(SHARE_FOR_PICTURES * sum(seconds), CHEAP_PICTURES):
+        print(
+            f"icom: no comparison pictures: they would take about {_duration(cost)} after {_duration(sum(seconds))} of "
+            "training; --num_comparison_images 1 draws them.",
+            flush=True,
+        )
+        return 0
+    print(
+        f"icom: drawing {2 * count} pictures for comparison.png, about {_duration(cost)} "
+        "(--num_comparison_images 0: none)",
+        flush=True,
+    )
+    return count
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+def _comparison(run: Run, initial_rows: torch.Tensor, count: int) -> Image.Image:
     """Two rows of pictures from the same noise: with the rows before training, and after."""
     config = run.config
     assert config.seed is not None
     kind = "painting in the style of" if config.learnable_property == "style" else "photo of"
-    seeds = list(range(config.seed, config.seed + config.num_comparison_images))
+    seeds = list(range(config.seed, config.seed + count))
     learned = run.concept.rows.detach().clone()
     images = []
     for rows, when in ((initial_rows, "before"), (learned, "after")):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from icom import backends, models
+from icom import backends, models, results
 from icom.embedding import add_placeholder
 from icom.embedding_file import load_embedding
 from icom.report import read_metrics
@@ -243,6 +244,34 @@ def test_comparison_pictures_and_curve(tmp_path: Path, train: Train) -> None:
     assert sheet.size == (2 * 64 + 4, 2 * 64 + 4)
     assert sheet.crop((0, 0, 64, 64)).tobytes() != sheet.crop((0, 68, 64, 132)).tobytes()
     assert picture(tmp_path / "loss.png").size[0] > 500
+
+
+def test_comparison_pictures_may_take_a_share_of_the_training(
+    tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pair of pictures costs as much as 54 samples: nobody gets it for 3 steps who does not ask for it."""
+    monkeypatch.setattr(results, "CHEAP_PICTURES", 0.0)
+    left_out = train(output_dir=tmp_path / "short", num_comparison_images=None)
+    assert "icom: no comparison pictures: they would take about" in left_out.out
+    assert "--num_comparison_images 1 draws them" in left_out.out
+    assert not (tmp_path / "short" / "comparison.png").exists()
+    assert "comparison.png" not in (tmp_path / "short" / "README.md").read_text()
+
+    asked = train(output_dir=tmp_path / "asked", num_comparison_images=1)
+    assert re.search(r"icom: drawing 2 pictures for comparison.png, about \d+ s \(--num_comp", asked.out)
+    assert picture(tmp_path / "asked" / "comparison.png").size == (64, 132)
+
+    long = train(output_dir=tmp_path / "long", num_comparison_images=None, max_train_steps=300)
+    assert "icom: drawing 2 pictures for comparison.png" in long.out
+    assert picture(tmp_path / "long" / "comparison.png").size == (64, 132)
+
+
+def test_cheap_comparison_pictures_are_always_drawn(
+    tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(results, "CHEAP_PICTURES", 1000.0)  # a busy machine is slow
+    assert train(output_dir=tmp_path, num_comparison_images=None, max_train_steps=1).code == 0
+    assert picture(tmp_path / "comparison.png").size == (64, 132)
 
 
 def test_scale_lr_multiplies(tmp_path: Path, train: Train) -> None:

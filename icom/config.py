@@ -101,9 +101,9 @@ class TrainConfig:
     gradient_accumulation_steps: int = 1
     """Forward passes per optimizer step."""
     max_train_steps: int | None = 5000
-    """Optimizer steps. Takes precedence over --num_train_epochs; `None` lets the epochs decide."""
+    """Optimizer steps. Given together with --num_train_epochs it takes precedence; `None` lets the epochs decide."""
     num_train_epochs: int = 100
-    """Passes over pictures x repeats; counts only with --max_train_steps None."""
+    """Passes over pictures x repeats. Given without --max_train_steps it decides (diffusers would take 5000 steps)."""
     learning_rate: float = 1e-4
     """Peak learning rate of AdamW."""
     scale_lr: bool = False
@@ -352,6 +352,7 @@ def load_train_config(path: str | None, flags: TrainConfig, given: Sequence[str]
     chosen.append({name: _literal(getattr(flags, name)) for name in given})
     try:
         with without_the_environment(path):
+            _let_epochs_decide(chosen)
             merged = OmegaConf.merge(schema, *chosen)
             if merged.pretrained_model_name_or_path == "bundled":
                 merged = OmegaConf.merge(schema, BUNDLED_DEFAULTS, *chosen)
@@ -405,6 +406,20 @@ def without_the_environment(path: str | None) -> Iterator[None]:
             "environment: options are written to config.yaml, model cards and trackers. Write the value itself, or "
             "give it as a flag."
         )
+
+
+def _let_epochs_decide(chosen: list[dict[str, Any]]) -> None:
+    """Who names epochs and no steps means them: neither a default nor a file below may bring steps in.
+
+    Args:
+        chosen: options as given, the last one counts most; `max_train_steps` is added where epochs stand alone.
+    """
+    for options in reversed(chosen):
+        if "max_train_steps" in options:
+            return
+        if "num_train_epochs" in options:
+            options["max_train_steps"] = None
+            return
 
 
 def read_yaml(path: str) -> dict[str, Any]:

@@ -219,6 +219,28 @@ def test_epochs_decide_without_max_train_steps(tmp_path: Path, train: Train) -> 
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2 * 4  # ceil(5 x 3 / 4) per epoch
 
 
+EPOCHS = [
+    ("", {"num_train_epochs": 2}, 8),
+    ("max_train_steps: 5", {"num_train_epochs": 2}, 8),
+    ("num_train_epochs: 2", {}, 8),
+    ("num_train_epochs: 3", {"num_train_epochs": 2}, 8),
+    ("", {"num_train_epochs": 2, "max_train_steps": 5}, 5),
+    ("num_train_epochs: 2\nmax_train_steps: 5", {}, 5),
+    ("num_train_epochs: 2", {"max_train_steps": 5}, 5),
+]
+
+
+@pytest.mark.parametrize("file, flags, steps", EPOCHS, ids=str)
+def test_who_names_epochs_alone_gets_them(
+    tmp_path: Path, train: Train, file: str, flags: dict[str, object], steps: int
+) -> None:
+    """Not diffusers' default of 5000 steps, nor the bundled model's, nor what a file below the flags says."""
+    (tmp_path / "run.yaml").write_text(f"repeats: 3\ntrain_batch_size: 4\n{file}\n")
+    options = {"max_train_steps": None, "train_batch_size": None, "config": tmp_path / "run.yaml"} | flags
+    assert train(output_dir=tmp_path / "out", **options).code == 0
+    assert len(read_metrics(tmp_path / "out" / "metrics.jsonl")) == steps
+
+
 def test_start_line_and_closing_lines(tmp_path: Path, train: Train) -> None:
     result = train(output_dir=tmp_path, train_batch_size=2, gradient_accumulation_steps=3, num_vectors=2)
     for phrase in (

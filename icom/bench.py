@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from icom import backends
 from icom.architectures import ARCHITECTURES
@@ -24,6 +23,7 @@ from icom.errors import IcomError, UsageError
 from icom.files import cache_folder, write_atomically
 from icom.machine import cpu_model
 from icom.measure import Job, Measurement, count_flops
+from icom.progress import progress
 from icom.ranks import bench_ranks
 
 OURS, STOCK, SAME_ALLOCATOR = "icom", "reference, stock allocator", "reference, icom's allocator"
@@ -81,7 +81,7 @@ def _contenders(config: BenchConfig) -> dict[str, Job]:
 
 def _take_turns(jobs: dict[str, Job], rounds: int) -> dict[str, list[Measurement]]:
     measured: dict[str, list[Measurement]] = {name: [] for name in jobs}
-    for name in tqdm([name for _ in range(rounds) for name in jobs], "measuring", unit="process"):
+    for name in progress([name for _ in range(rounds) for name in jobs], "measuring", "process"):
         job = json.dumps(dataclasses.asdict(jobs[name]))
         done = subprocess.run([sys.executable, "-m", "icom.measure", job], capture_output=True, check=False, text=True)
         if done.returncode:

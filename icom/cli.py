@@ -137,6 +137,8 @@ def parse(argv: list[str]) -> Any:
     """The options object of the command in `argv`. Required values may still be missing: a YAML file can give them."""
     import tyro
 
+    if os.environ.get("NO_COLOR"):  # no-color.org; rich heeds it, tyro does not
+        tyro._experimental_options["ansi_codes"] = False
     # By first word: the command itself, or the union of those below it.
     commands: dict[str, Any] = {}
     for name, (options, _) in COMMANDS.items():

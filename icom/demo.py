@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tqdm import tqdm
 
 from icom import models
 from icom.config import DemoConfig, TrainConfig, load_train_config
 from icom.embedding_file import load_embedding
 from icom.errors import UsageError
 from icom.generate import draw_together
+from icom.progress import progress
 from icom.report import grid, save_png
 from icom.results import EMBEDDING
 from icom.train import train
@@ -150,7 +150,7 @@ def draw_prompts(prompts: Sequence[str], rows: torch.Tensor | None = None, what:
     if rows is not None:
         pipeline.load_textual_inversion({TOKEN: rows}, token=TOKEN)
     pictures = []
-    with tqdm(total=len(prompts), desc=what, unit="picture", leave=False) as bar:
+    with progress(None, what, "picture", total=len(prompts), leave=False) as bar:
         for start in range(0, len(prompts), _BATCH):
             batch = prompts[start : start + _BATCH]
             pictures += draw_together(pipeline, batch, range(start, start + len(batch)), GUIDANCE)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
-from tqdm import tqdm
 
 from icom import backends, models
 from icom.config import GenerateConfig, check_resolution, read_yaml
@@ -18,6 +17,7 @@ from icom.embedding_file import Word, find_word
 from icom.engine.memory import keep_freed_memory
 from icom.errors import IcomError, UsageError
 from icom.files import make_writable_folder
+from icom.progress import progress
 from icom.prompts import as_taught, check_prompts
 from icom.report import A1111_SAMPLERS, drawn_with, grid, save_png
 
@@ -79,7 +79,7 @@ def generate(config: GenerateConfig) -> None:
     seeds = [seed + offset for seed in first_seeds for offset in range(config.num_images_per_prompt)]
     images = []
     jobs = [(number, prompt, seed) for number, prompt in enumerate(prompts) for seed in seeds]
-    for number, prompt, seed in tqdm(jobs, "pictures", unit="picture"):
+    for number, prompt, seed in progress(jobs, "pictures", "picture"):
         with backend.autocast():
             image = draw(
                 pipeline,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 
@@ -20,6 +21,11 @@ BUNDLED_CONCEPTS = Path(__file__).parent / "assets" / "concepts"
 """Folders with the pictures of the concepts that ship with icom."""
 MAX_PIXELS = 100_000_000
 """Larger pictures are refused before they are decoded (100 megapixels take 300 MB)."""
+
+_TEXTS = {".txt", ".caption"}
+"""Endings of the files in which other trainers keep the captions of pictures."""
+_NAMED = 20
+"""So many files are named in a message; the rest is counted."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,9 @@ class Transform:
 
 
 def list_pictures(folder: str) -> list[Picture]:
-    """All pictures of a folder in order of name, each decoded once to be sure. Hidden files are passed over.
+    """All pictures of a folder in order of name, each decoded once to be sure.
+
+    Hidden files are passed over, and so are folders (`passed_over` names them).
 
     Args:
         folder: a path, or `bundled:NAME` for a concept set that ships with icom (`bundled`: the first of them).
@@ -47,7 +55,7 @@ def list_pictures(folder: str) -> list[Picture]:
     Raises:
         IcomError: folder missing or empty, or files that are no good; all of them are named.
     """
-    root = _bundled_folder(folder) if folder.split(":", maxsplit=1)[0] == "bundled" else Path(folder).expanduser()
+    root = _root(folder)
     try:
         entries = sorted(root.iterdir())
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -58,12 +66,27 @@ def list_pictures(folder: str) -> list[Picture]:
         ) from None
     except OSError as error:
         raise IcomError(f"Cannot read the picture folder {folder}: {error.strerror}.") from error
-    files = [path for path in entries if path.is_file() and not path.name.startswith(".")]
-    if not files:
-        folders = sum(path.is_dir() for path in entries)
-        hint = f"It only holds folders ({folders}); name one of them" if folders else "Put 3 to 30 pictures into it"
-        raise IcomError(f"The picture folder {folder} is empty. {hint} (--train_data_dir).")
+    visible = [path for path in entries if not path.name.startswith(".")]
+    broken = [path.name for path in visible if path.is_symlink() and not path.exists()]
+    texts = [path.name for path in visible if path.suffix.lower() in _TEXTS]
+    files = [path for path in visible if path.is_file() and path.name not in texts]
+    if not files and not broken:
+        folders = [path.name for path in visible if path.is_dir()]
+        hint = (
+            f"It only holds folders ({_names(folders)}); name one of them"
+            if folders
+            else "Put 3 to 30 pictures into it"
+        )
+        what = "holds no pictures" if texts else "is empty"
+        raise IcomError(f"The picture folder {folder} {what}. {hint} (--train_data_dir).")
     pictures, problems = [], []
+    if broken:
+        problems.append(f"{_names(broken)}: links to files that are not there")
+    if texts:
+        problems.append(
+            f"{_names(texts)}: texts. icom does not use captions of pictures, it writes its own "
+            "(--learnable_property); keep them in another folder"
+        )
     for path in files:
         try:
             read_picture(path)
@@ -74,6 +97,30 @@ def list_pictures(folder: str) -> list[Picture]:
         listed = "\n  ".join(problems)
         raise IcomError(f"In the picture folder {folder}, repair or remove:\n  {listed}")
     return pictures
+
+
+def passed_over(folder: str) -> str | None:
+    """A sentence about the folders in a picture folder, where there are any: what is in them is not learned."""
+    folders = sorted(path for path in _root(folder).iterdir() if path.is_dir() and not path.name.startswith("."))
+    if not folders:
+        return None
+    files = 0
+    for inner in folders:
+        with contextlib.suppress(OSError):  # not ours to read
+            files += sum(path.is_file() and not path.name.startswith(".") for path in inner.iterdir())
+    return (
+        f"passing over what lies in folders in {folder}: {files} {'file' if files == 1 else 'files'} in "
+        f"{_names([path.name for path in folders])}. Pictures have to lie in the picture folder itself."
+    )
+
+
+def _names(names: list[str]) -> str:
+    """How many and which, for instance: 3: a, b, c. Of many the first ones."""
+    return f"{len(names)}: {', '.join(names[:_NAMED])}" + (", …" if len(names) > _NAMED else "")
+
+
+def _root(folder: str) -> Path:
+    return _bundled_folder(folder) if folder.split(":", maxsplit=1)[0] == "bundled" else Path(folder).expanduser()
 
 
 def _bundled_folder(name: str) -> Path:
@@ -98,7 +145,7 @@ def read_picture(path: Path) -> Image.Image:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # our own limit decides, and damaged metadata does not matter
             # From a file and not its name: what Pillow maps into memory it turns wrongly (a TIFF's orientation).
-            with path.open("rb") as file, Image.open(file) as image:
+            with path.open("rb") as file, _open(path, file) as image:
                 width, height = image.size
                 if width * height > MAX_PIXELS:
                     raise IcomError(
@@ -116,11 +163,38 @@ def read_picture(path: Path) -> Image.Image:
             f"{path.name}: too many pixels ({MAX_PIXELS // 10**6} megapixels at most); scale it down"
         ) from None
     except UnidentifiedImageError:
-        raise IcomError(f"{path.name}: not a picture") from None
+        known = path.suffix.lower() in Image.registered_extensions()
+        what = "not a picture that Pillow can read; save it as PNG with 8 bits" if known else "not a picture"
+        raise IcomError(f"{path.name}: {what}") from None
     except PermissionError:
         raise IcomError(f"{path.name}: not readable (permissions)") from None
     except (OSError, SyntaxError, ValueError, EOFError) as error:  # what Pillow's decoders raise
         raise IcomError(f"{path.name}: damaged ({error})") from error
+
+
+def _open(path: Path, file: BinaryIO) -> Image.Image:
+    """Let Pillow, or pillow-heif where it is installed, find out what the file holds. Decodes nothing.
+
+    Raises:
+        IcomError: HEIC without pillow-heif.
+    """
+    from PIL import Image
+
+    head = file.read(12)
+    file.seek(0)
+    if head[4:8] == b"ftyp" and head[8:] in _HEIC:
+        try:
+            import pillow_heif
+        except ImportError:
+            raise IcomError(
+                f"{path.name}: HEIC; convert it to JPEG, or install what reads it: python -m pip install pillow-heif"
+            ) from None
+        pillow_heif.register_heif_opener()
+    return Image.open(file)
+
+
+_HEIC = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"}
+"""Brands of ISO/IEC 23008-12, as phones write them. AVIF has others, and Pillow reads it."""
 
 
 class _UnclearError(Exception):

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from tqdm import tqdm
 
 from icom.errors import IcomError
 from icom.files import write_atomically
 from icom.images import Picture, Transform, pixels, read_picture
+from icom.progress import progress
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL
@@ -94,6 +94,7 @@ def load_moments(
         for picture in pictures
         for flip in (False, True)
     ]
+    store = _Store(folder, speaks=local_rank == 0)
     found: dict[_Variant, tuple[torch.Tensor, torch.Tensor]] = {}
     computed: dict[_Variant, tuple[torch.Tensor, torch.Tensor]] = {}
     hits = None
@@ -103,7 +104,7 @@ def load_moments(
         found |= {variant: entry for variant in missing if (entry := _read(variant.path)) is not None}
         hits = len(found) if hits is None else hits
         mine = [v for i, v in enumerate(variants) if i % parts == part and v not in found and v not in computed]
-        computed |= dict(_encode(mine, transform, vae, folder, decode_threads, show=rank == 0))
+        computed |= dict(_encode(mine, transform, vae, store, decode_threads, show=rank == 0))
         wait_for_everyone()
     entries = [found.get(variant) or computed[variant] for variant in variants]
     mean, std = (torch.stack(parts) for parts in zip(*entries, strict=True))
@@ -126,7 +127,7 @@ def _encode(
     variants: list[_Variant],
     transform: Transform,
     vae: AutoencoderKL,
-    folder: Path,
+    store: _Store,
     threads: int,
     *,
     show: bool,
@@ -136,23 +137,33 @@ def _encode(
 
     with ThreadPoolExecutor(max(1, threads)) as pool:
         decoded = pool.map(decode, variants) if threads else map(decode, variants)
-        bar = tqdm(decoded, "latents", len(variants), unit="picture", disable=not show or not variants)
+        bar = progress(decoded, "latents", "picture", total=len(variants), disable=not show or not variants)
         for variant, image in zip(variants, bar, strict=True):
             with torch.no_grad():
                 posterior = vae.encode(image[None].to(vae.device, vae.dtype)).latent_dist
             entry = posterior.mean[0].float().cpu(), posterior.std[0].float().cpu()
-            _write(variant.path, entry, folder)
+            store.write(variant.path, entry)
             yield variant, entry
 
 
-def _write(path: Path, entry: tuple[torch.Tensor, torch.Tensor], folder: Path) -> None:
-    tensors = {"mean": entry[0].contiguous(), "std": entry[1].contiguous()}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, save(tensors, metadata={"sha256": _tensors_digest(*entry)}), "--cache_dir")
-    except (OSError, IcomError) as error:
-        # The cache only saves time: without it the run goes on with what it has in memory.
-        print(f"icom: latents are not kept for the next run ({error})", file=sys.stderr)
+@dataclass
+class _Store:
+    """Keeps entries for the next run. Where it cannot, one process of a machine says so, once."""
+
+    folder: Path
+    speaks: bool
+    refused: bool = False
+
+    def write(self, path: Path, entry: tuple[torch.Tensor, torch.Tensor]) -> None:
+        tensors = {"mean": entry[0].contiguous(), "std": entry[1].contiguous()}
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, save(tensors, metadata={"sha256": _tensors_digest(*entry)}), "--cache_dir")
+        except (OSError, IcomError) as error:
+            # The cache only saves time: without it the run goes on with what it has in memory.
+            if self.speaks and not self.refused:
+                print(f"icom: latents are not kept for the next run ({error})", file=sys.stderr)
+            self.refused = True
 
 
 def _read(path: Path) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -19,13 +19,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from icom import backends, machine
 from icom.config import BenchConfig
 from icom.errors import IcomError, UsageError
 from icom.files import write_atomically
 from icom.measure import Job, Measurement
+from icom.progress import progress
 
 ALONE = "1 rank"
 
@@ -62,7 +61,7 @@ def bench_ranks(config: BenchConfig, job: Job, here: dict[str, Any]) -> None:
     for size in sizes[1:]:
         contenders |= {f"{size} ranks": (size, True), f"{size} alone": (size, False)}
     measured: dict[str, Rounds] = {name: [] for name in contenders}
-    for name in tqdm([name for _ in range(config.rounds) for name in contenders], "measuring", unit="group"):
+    for name in progress([name for _ in range(config.rounds) for name in contenders], "measuring", "group"):
         size, joined = contenders[name]
         measured[name].append(run_side_by_side(name, job, slots[:size], joined=joined))
     result = summarise(config, here | {"cores_per_rank": per_rank}, measured)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from tqdm import tqdm
 
 from icom import hub, models, tracking
 from icom.checkpoint import VALIDATION, State
@@ -20,6 +19,7 @@ from icom.embedding_file import OPENS_IN, named_by_file, save_embedding
 from icom.errors import IcomError
 from icom.files import make_writable_folder, write_atomically
 from icom.generate import draw
+from icom.progress import progress
 from icom.report import grid, loss_curve, model_card, save_png
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def _draw(run: Run, prompt: str, seeds: list[int], what: str) -> list[Image.Imag
     with run.backend.autocast():
         return [
             draw(pipeline, prompt, seed, resolution=resolution)
-            for seed in tqdm(seeds, what, unit="picture", leave=False)
+            for seed in progress(seeds, what, "picture", leave=False)
         ]
 
 

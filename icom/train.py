@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load, save
-from tqdm import tqdm
 
 from icom import backends, hub, models, tracking
 from icom.captions import TEMPLATES
@@ -42,9 +41,10 @@ from icom.engine.memory import keep_freed_memory
 from icom.errors import IcomError, Stopped
 from icom.files import make_writable_folder, write_atomically
 from icom.group import Group, Lost, joined
-from icom.images import list_pictures
+from icom.images import list_pictures, passed_over
 from icom.lock import only_run_in
 from icom.objective import diffusion_loss
+from icom.progress import progress
 from icom.report import Metrics, running_mean
 from icom.results import finish, say_start, validate
 from icom.run import Run, precision_of, prepare, settle, start_accelerate
@@ -101,6 +101,8 @@ def _train(config: TrainConfig, group: Group, until_all_is_written: ExitStack) -
     )
     # What is quick to check comes first: nothing is loaded for a run that cannot work.
     pictures = list_pictures(config.train_data_dir)
+    if group.leads and (notice := passed_over(config.train_data_dir)):
+        print(f"icom: {notice}", file=sys.stderr)
     group.agree("The versions", versions())
     group.agree("The options", {name: value for name, value in settings(config).items() if name not in PLACES})
     group.agree("The pictures", {picture.path.name: picture.digest for picture in pictures})
@@ -229,12 +231,12 @@ def _loop(run: Run, state: State, metrics: Metrics | None, stop: StopRequest) ->
     step, next_sample = state.step, state.next_sample
     saved_at = state.step or None  # the step of a checkpoint that no finite loss has followed yet
     losses = [row["loss"] for row in metrics.rows] if metrics else []
-    bar = tqdm(
+    bar = progress(
+        None,
+        "training",
+        "step",
         total=config.max_train_steps,
         initial=step,
-        desc="training",
-        unit="step",
-        dynamic_ncols=True,
         disable=not run.leads,
         bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
     )

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
 
+from icom.progress import progress
 from icom.world.concepts import EVERYTHING, seen_things
 from icom.world.scene import Scene, Thing, describe, draw, random_scene
 
@@ -37,14 +37,14 @@ class Log:
         """Append to `path`; `part` names what is trained."""
         self._file = path.open("a", encoding="utf-8")
         self._part, self._began = part, time.monotonic()
-        self._bar = tqdm(total=steps, desc=part, unit="step", mininterval=5)
+        self._bar = progress(None, part, "step", total=steps, mininterval=5)
 
     def add(self, step: int, every: int = 100, **values: float) -> None:
         """One step done; every so many steps go into the log."""
         self._bar.update()
         if step % every == 0 or step == self._bar.total:
             rounded = {name: round(value, 5) for name, value in values.items()}
-            self._bar.set_postfix(rounded)
+            self._bar.set_postfix(rounded, refresh=False)
             row = {"part": self._part, "step": step, "seconds": round(time.monotonic() - self._began), **rounded}
             self._file.write(json.dumps(row) + "\n")
             self._file.flush()
@@ -176,7 +176,7 @@ def encode_world(vae: AutoencoderKL, seed: int, count: int) -> Latents:
     shown = list(itertools.islice(scenes(f"unet {seed}", seen_things()), count))
     means, stds = [], []
     with torch.no_grad(), autocast():
-        for start in tqdm(range(0, count, 100), "encode", unit="batch", mininterval=5):
+        for start in progress(range(0, count, 100), "encode", "batch", mininterval=5):
             posterior = vae.encode(to_pixels([draw(scene) for scene in shown[start : start + 100]])).latent_dist
             means.append(posterior.mean.float())
             stds.append(posterior.std.float())

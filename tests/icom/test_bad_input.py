@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import struct
+import sys
 import time
 import zlib
 from collections.abc import Callable
@@ -315,7 +316,9 @@ def test_empty_picture_folder(train: Run, tmp_path: Path) -> None:
     result = train(output_dir=tmp_path, train_data_dir=folder)
     assert_refused(result, 1, f"The picture folder {folder} is empty. Put 3 to 30 pictures into it")
     (folder / "inner").mkdir()
-    assert_refused(train(output_dir=tmp_path, train_data_dir=folder), 1, "only holds folders (1); name one of them")
+    assert_refused(
+        train(output_dir=tmp_path, train_data_dir=folder), 1, "only holds folders (1: inner); name one of them"
+    )
 
 
 def test_all_bad_pictures_are_named_at_once(train: Run, tmp_path: Path, pictures: Path) -> None:
@@ -330,9 +333,58 @@ def test_all_bad_pictures_are_named_at_once(train: Run, tmp_path: Path, pictures
         f"In the picture folder {pictures}, repair or remove:",
         "cut.jpg: damaged (",
         "nothing.png: not a picture",
-        "notes.txt: not a picture",
+        "1: notes.txt: texts. icom does not use captions of pictures",
     )
     assert "good.png" not in result.err
+
+
+def test_what_is_no_picture_in_a_picture_folder(train: Run, tmp_path: Path, pictures: Path) -> None:
+    """Captions and links to nowhere are refused; folders are counted and named, and training goes on."""
+    for name in ("best", "more", ".git"):
+        (pictures / name).mkdir()
+        shutil.copy(pictures / "good.png", pictures / name / "other.png")
+    result = train(output_dir=tmp_path / "out", train_data_dir=pictures, max_train_steps=1)
+    assert result.code == 0
+    assert f"icom: passing over what lies in folders in {pictures}: 2 files in 2: best, more." in result.err
+
+    (pictures / "gone.jpg").symlink_to(tmp_path / "nowhere.jpg")
+    (pictures / "good.txt").write_text("a photo of a toy")
+    (pictures / "other.caption").write_text("a photo of a toy")
+    result = train(output_dir=tmp_path / "out", train_data_dir=pictures)
+    assert_refused(
+        result,
+        1,
+        "1: gone.jpg: links to files that are not there",
+        "2: good.txt, other.caption: texts. icom does not use captions of pictures, it writes its own",
+        "keep them in another folder",
+    )
+
+
+def test_only_links_to_nowhere(train: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "links"
+    folder.mkdir()
+    for number in range(25):
+        (folder / f"{number:02}.jpg").symlink_to(tmp_path / "nowhere.jpg")
+    result = train(output_dir=tmp_path / "out", train_data_dir=folder)
+    assert_refused(result, 1, "25: 00.jpg, 01.jpg", "19.jpg, …: links to files that are not there")
+
+
+def test_heic_without_what_reads_it(
+    train: Run, tmp_path: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pillow_heif", None)
+    (pictures / "IMG_0001.HEIC").write_bytes(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(99))
+    result = train(output_dir=tmp_path / "out", train_data_dir=pictures)
+    assert_refused(
+        result, 1, "IMG_0001.HEIC: HEIC; convert it to JPEG, or install", "python -m pip install pillow-heif"
+    )
+
+
+def test_picture_of_a_kind_that_pillow_does_not_read(train: Run, tmp_path: Path, pictures: Path) -> None:
+    """A TIFF header with nothing that Pillow knows."""
+    (pictures / "half.tif").write_bytes(b"II*\0\x08\0\0\0" + bytes(99))
+    result = train(output_dir=tmp_path / "out", train_data_dir=pictures)
+    assert_refused(result, 1, "half.tif: not a picture that Pillow can read; save it as PNG with 8 bits")
 
 
 @pytest.mark.parametrize("side, size", [(30_000, "too many pixels"), (12_000, "12000 x 12000 pixels are too many")])

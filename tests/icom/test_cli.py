@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
+import pty
 import subprocess
 import sys
 import time
@@ -167,6 +170,24 @@ def test_help_explains_every_option(command: str, icom: Icom) -> None:
     assert result.code == 0
     for option in SURFACE[command] - POSITIONAL.get(command, set()):
         assert f"--{option}" in result.out
+
+
+@pytest.mark.parametrize("no_color", ["", "1"])
+def test_help_has_colours_on_a_terminal_unless_they_are_refused(no_color: str) -> None:
+    ours, theirs = pty.openpty()
+    environment = os.environ | {"NO_COLOR": no_color, "TERM": "xterm"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "icom", "params", "--help"], cwd=ROOT, env=environment, stdout=theirs
+    )
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # the terminal's end
+        while part := os.read(ours, 10**5):
+            shown += part
+    os.close(ours)
+    assert process.wait() == 0
+    assert b"--json" in shown
+    assert (b"\x1b[" in shown) == (not no_color)
 
 
 def test_reader_that_leaves_gets_no_traceback() -> None:

@@ -233,6 +233,19 @@ def test_colours_that_pillow_does_not_convert_are_refused(tmp_path: Path) -> Non
         read_picture(tmp_path / "x.tif")
 
 
+def test_heic(tmp_path: Path, gradient: Image.Image) -> None:
+    pillow_heif = pytest.importorskip("pillow_heif", reason="pillow-heif is not installed")
+    large = gradient.resize((192, 120))
+    file = pillow_heif.from_pillow(large)
+    file.save(tmp_path / "x.heic", quality=-1)  # without loss but for the conversion of colours
+    (picture,) = list_pictures(str(tmp_path))
+    difference = np.asarray(read_picture(picture.path), dtype=int) - np.asarray(large, dtype=int)
+    assert np.abs(difference).mean() < 3
+    (tmp_path / "x.heic").write_bytes((tmp_path / "x.heic").read_bytes()[:200])
+    with pytest.raises(IcomError, match=r"x\.heic: (damaged|not a picture)"):
+        read_picture(tmp_path / "x.heic")
+
+
 @pytest.mark.parametrize("crop", [False, True])
 @pytest.mark.parametrize("flip", [False, True])
 def test_pixels_follow_the_script(gradient: Image.Image, crop: bool, flip: bool) -> None:

@@ -136,4 +136,9 @@ def test_unwritable_cache_only_costs_time(
     result, encoded = moments(vae, tmp_path / "file" / "cache")
     assert encoded == 10
     assert result.mean.isfinite().all()
-    assert "not kept" in capsys.readouterr().err
+    assert capsys.readouterr().err.count("not kept") == 1
+    _, encoded = moments(vae, tmp_path / "file" / "cache", rank=0, world_size=2, local_size=2)
+    assert encoded == 10
+    assert capsys.readouterr().err.count("not kept") == 1
+    moments(vae, tmp_path / "file" / "cache", rank=1, world_size=2, local_rank=1, local_size=2)
+    assert "not kept" not in capsys.readouterr().err

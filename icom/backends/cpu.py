@@ -12,6 +12,7 @@ from icom.backends.shared import autocast_to, matrices_to, refuse_fp16
 from icom.engine.blocks import rewrite
 from icom.engine.choices import choices_for
 from icom.engine.operators import why_no_engine
+from icom.engine.precision import product_dtype
 from icom.engine.threads import use_own_cores
 
 if TYPE_CHECKING:
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
 
 ENGINE_FROM = 100_000_000
-"""Parameters of the UNet from which the engine gains; the bundled model's step of 0.1 s is mostly Python's own time."""
+"""Parameters of the UNet from which the engine gains; the bundled model's step of 0.1 s is mostly Python's own time.
+Where bf16 is emulated it gains with every model."""
 
 
 class CpuBackend:
@@ -44,8 +46,9 @@ class CpuBackend:
         model.unet.to(memory_format=torch.channels_last)
         model.vae.to(memory_format=torch.channels_last)
         matrices_to(model.text_encoder, self.dtype)
-        parameters = sum(weights.numel() for weights in model.unet.parameters())
-        if self.without_engine is None and self.engine == "auto" and parameters < ENGINE_FROM:
+        small = sum(weights.numel() for weights in model.unet.parameters()) < ENGINE_FROM
+        emulated = product_dtype(self.dtype) != self.dtype
+        if self.without_engine is None and self.engine == "auto" and small and not emulated:
             self.without_engine = "faster for a small model"
         if self.without_engine is None:
             attention = choices_for(model.unet, self._folder)

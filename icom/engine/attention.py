@@ -12,6 +12,7 @@ Scores are never rounded: they stay in oneDNN's float32 accumulators.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from icom.engine import operators
+from icom.engine.precision import product_dtype
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -28,12 +30,25 @@ _TINY = 1e-30
 """Row sums below this have lost digits: the bound was too far above the scores."""
 
 
+def _in_product_dtype(attend: Attention) -> Attention:
+    """Attention computed in the dtype that is fast here, and given back in that of q."""
+
+    @functools.wraps(attend)
+    def cast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        dtype = product_dtype(q.dtype)
+        return attend(q.to(dtype), k.to(dtype), v.to(dtype)).to(q.dtype)
+
+    return cast
+
+
+@_in_product_dtype
 def stock(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """PyTorch's scaled_dot_product_attention."""
     queries, keys, values = (t.transpose(1, 2) for t in (q, k, v))
     return F.scaled_dot_product_attention(queries, keys, values).transpose(1, 2)
 
 
+@_in_product_dtype
 def whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """All heads' probabilities at once, kept for the backward pass: for few keys or queries."""
     queries, keys, values = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
@@ -53,6 +68,7 @@ def blocks(rows: int, *, keep: bool = False, stock_forward: bool = False) -> Att
         stock_forward: leave the forward pass to PyTorch's kernel.
     """
 
+    @_in_product_dtype
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = _Blocks.apply(q, k, v, rows, keep, stock_forward)  # type: ignore[no-untyped-call]
         return result

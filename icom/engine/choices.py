@@ -19,6 +19,7 @@ import torch
 
 from icom import machine
 from icom.engine import attention, operators
+from icom.engine.precision import product_dtype
 from icom.errors import IcomError
 from icom.files import write_atomically
 
@@ -99,7 +100,7 @@ class Choices:
         return ways[kept if keep else way]
 
     def _fits(self, shape: Shape, way: str) -> bool:
-        needed = shape.probabilities * shape.dtype.itemsize * self._layers
+        needed = shape.probabilities * product_dtype(shape.dtype).itemsize * self._layers
         return not way.endswith(_KEPT) or needed <= KEPT_SHARE * machine.memory().available
 
 
@@ -121,13 +122,14 @@ def _ways(shape: Shape) -> dict[str, attention.Attention]:
     ways: dict[str, attention.Attention] = {"stock": attention.stock}
     if shape.probabilities <= WHOLE_UP_TO:
         ways["whole"] = attention.whole
-    blocks = operators.why_not("epilogues", shape.dtype) is None
+    dtype = product_dtype(shape.dtype)
+    blocks = operators.why_not("epilogues", dtype) is None
     if blocks and shape.queries * shape.keys >= BLOCKS_FROM:
         for rows in sorted({min(rows, shape.queries) for rows in BLOCK_ROWS}):
             ways[f"blocks of {rows}"] = attention.blocks(rows)
             if shape.gradient:
                 ways[f"blocks of {rows}{_KEPT}"] = attention.blocks(rows, keep=True)
-                if operators.why_not("flash", shape.dtype) is None:
+                if operators.why_not("flash", dtype) is None:
                     ways[f"stock, then blocks of {rows}"] = attention.blocks(rows, stock_forward=True)
     return ways
 

@@ -133,6 +133,7 @@ class PackedConv2d(Packed):
         self.kernel, self.stride = list(convolution.kernel_size), list(convolution.stride)
         assert not isinstance(convolution.padding, str)
         self.padding = list(convolution.padding)
+        self.rest = [kernel - 1 - padding for kernel, padding in zip(self.kernel, self.padding, strict=True)]
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None = None, shift: torch.Tensor | None = None
@@ -151,7 +152,7 @@ class PackedConv2d(Packed):
 
     def _pack_transposed(self, weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         flipped = weight.flip(2, 3).transpose(0, 1).contiguous(memory_format=torch.channels_last)
-        return operators.pack_convolution(flipped, self.padding, [1, 1], list(gradient.shape))
+        return operators.pack_convolution(flipped, self.rest, [1, 1], list(gradient.shape))
 
 
 class _Convolution(torch.autograd.Function):
@@ -177,11 +178,14 @@ class _Convolution(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             spread = gradient
             if layer.stride != [1, 1]:
+                # As large as the result would be with a stride of 1.
+                sizes = zip(ctx.shape[2:], layer.padding, layer.rest, strict=True)
                 batch, channels = gradient.shape[:2]
-                spread = gradient.new_zeros(batch, channels, *ctx.shape[2:]).to(memory_format=torch.channels_last)
+                spread = gradient.new_zeros(batch, channels, *(n + padding - rest for n, padding, rest in sizes))
+                spread = spread.to(memory_format=torch.channels_last)
                 spread[:, :, :: layer.stride[0], :: layer.stride[1]] = gradient
             weight = layer.transposed_weight_for(spread)
-            d_x = operators.convolution(spread, weight, None, layer.padding, [1, 1])
+            d_x = operators.convolution(spread, weight, None, layer.rest, [1, 1])
         return d_x, gradient if ctx.needs_input_grad[1] else None, None, None
 
 
@@ -191,8 +195,8 @@ def can_pack(layer: nn.Module) -> bool:
         return True
     if type(layer) is not nn.Conv2d or isinstance(layer.padding, str) or layer.padding_mode != "zeros":
         return False
-    same = all(kernel == 2 * padding + 1 for kernel, padding in zip(layer.kernel_size, layer.padding, strict=True))
-    return same and layer.groups == 1 and set(layer.dilation) == {1}
+    less = all(padding < kernel for padding, kernel in zip(layer.padding, layer.kernel_size, strict=True))
+    return less and layer.groups == 1 and set(layer.dilation) == {1}
 
 
 def pack(layer: nn.Module) -> Packed:

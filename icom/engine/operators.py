@@ -2,6 +2,9 @@
 
 PyTorch keeps them for its compiler and for its own functions, so they may change with any release. `why_not` proves
 each on a small case in the dtype asked for; where it gives a reason, the engine does without.
+
+Products are computed in the dtype of the weights, which packing chooses (`precision.product_dtype`), and come back in
+the dtype of the input.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from icom.engine.precision import product_dtype
+
 FEATURES = ("linear", "convolution", "epilogues", "flash")
 """What can be asked of `why_not`."""
 
@@ -21,10 +26,11 @@ def pack_linear(weight: torch.Tensor, rows: int) -> torch.Tensor:
     """Weights in the layout that oneDNN prefers for `rows` rows of input; any number of rows computes right.
 
     Args:
-        weight: (out, in), contiguous.
+        weight: (out, in).
         rows: of the input that is to come.
     """
-    return _ops()._reorder_linear_weight(weight, rows)  # type: ignore[no-any-return]
+    plain = weight.to(product_dtype(weight.dtype)).contiguous()
+    return _ops()._reorder_linear_weight(plain, rows)  # type: ignore[no-any-return]
 
 
 def linear(
@@ -38,19 +44,25 @@ def linear(
         bias: (out,).
         activation: `none` or `sigmoid`.
     """
-    return _ops()._linear_pointwise(x, weight, bias, activation, [], "")  # type: ignore[no-any-return]
+    dtype = weight.dtype
+    result: torch.Tensor = _ops()._linear_pointwise(x.to(dtype), weight, _to(bias, dtype), activation, [], "")
+    return result.to(x.dtype)
 
 
 def linear_with(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, other: torch.Tensor, operation: str
 ) -> torch.Tensor:
     """(x weight^T + bias) `add` or `mul` other, rounded once. `other` is shaped like the result."""
-    return _ops()._linear_pointwise.binary(x, other, weight, bias, operation)  # type: ignore[no-any-return]
+    dtype = weight.dtype
+    binary = _ops()._linear_pointwise.binary
+    result: torch.Tensor = binary(x.to(dtype), other.to(dtype), weight, _to(bias, dtype), operation)
+    return result.to(x.dtype)
 
 
 def pack_convolution(weight: torch.Tensor, padding: list[int], stride: list[int], shape: list[int]) -> torch.Tensor:
     """Like `pack_linear`, for a convolution of an input of `shape`, without dilation and groups."""
-    return _ops()._reorder_convolution_weight(weight, padding, stride, [1, 1], 1, shape)  # type: ignore[no-any-return]
+    plain = weight.to(product_dtype(weight.dtype))
+    return _ops()._reorder_convolution_weight(plain, padding, stride, [1, 1], 1, shape)  # type: ignore[no-any-return]
 
 
 def convolution(
@@ -62,13 +74,18 @@ def convolution(
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Convolution of channels-last (batch, in, height, width), weight plain or packed; plus residual, if any."""
+    dtype = weight.dtype
+    result: torch.Tensor
     if residual is None:
-        result = _ops()._convolution_pointwise(x, weight, bias, padding, stride, [1, 1], 1, "none", [], "")
+        result = _ops()._convolution_pointwise(
+            x.to(dtype), weight, _to(bias, dtype), padding, stride, [1, 1], 1, "none", [], ""
+        )
     else:
         result = _ops()._convolution_pointwise.binary(
-            x, residual, weight, bias, padding, stride, [1, 1], 1, "add", 1.0, None, [], None
+            *(x.to(dtype), residual.to(dtype), weight, _to(bias, dtype)),
+            *(padding, stride, [1, 1], 1, "add", 1.0, None, [], None),
         )
-    return result  # type: ignore[no-any-return]
+    return result.to(x.dtype)
 
 
 def flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,6 +125,10 @@ def why_no_engine(dtype: torch.dtype) -> str | None:
     """Why layers cannot be packed in that dtype; None if they can. Attention has ways that need nothing private."""
     problems = [why_not(feature, dtype) for feature in ("linear", "convolution")]
     return next((problem for problem in problems if problem), None)
+
+
+def _to(bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    return None if bias is None else bias.to(dtype)
 
 
 def _ops() -> Any:

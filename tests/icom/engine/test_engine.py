@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from icom.engine import attention, choices, operators
 from icom.engine.blocks import ResidualBlock, Transformer, replace_attention, rewrite
 from icom.engine.choices import FILE, Choices, machine_key
 from icom.engine.layers import PackedConv2d, PackedLinear, Projections, can_pack, pack
+from icom.engine.precision import has_bf16, product_dtype
 from icom.report import read_metrics
 from tests.support.command import Result
 
@@ -34,6 +36,7 @@ WAYS = {
     "blocks, kept": attention.blocks(256, keep=True),
     "stock, then blocks": attention.blocks(256, stock_forward=True),
 }
+EMULATED = product_dtype(torch.bfloat16) != torch.bfloat16
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 """Largest error of results and gradients relative to their norm."""
 
@@ -99,6 +102,10 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "1x1": (lambda: nn.Conv2d(24, 40, 1), (2, 24, 10, 12)),
     "stride 2": (lambda: nn.Conv2d(24, 40, 3, stride=2, padding=1), (2, 24, 10, 12)),
     "stride 2, odd": (lambda: nn.Conv2d(24, 40, 3, stride=2, padding=1), (1, 24, 9, 11)),
+    "unpadded": (lambda: nn.Conv2d(24, 40, 3), (2, 24, 10, 12)),
+    "unpadded, stride 2": (lambda: nn.Conv2d(24, 40, 3, stride=2), (2, 24, 11, 13)),
+    "unpadded, stride 2, even": (lambda: nn.Conv2d(24, 40, 3, stride=2), (2, 24, 10, 12)),
+    "padded by more": (lambda: nn.Conv2d(24, 40, (3, 1), padding=(2, 0)), (2, 24, 10, 12)),
 }
 
 
@@ -146,7 +153,7 @@ def test_projections_are_the_layers() -> None:
 
 def test_unusual_convolutions_stay_stock() -> None:
     unusual = [
-        nn.Conv2d(4, 8, 3),
+        nn.Conv2d(4, 8, 1, padding=1),
         nn.Conv2d(4, 8, 3, padding=2, dilation=2),
         nn.Conv2d(4, 8, 3, padding=1, groups=2),
         nn.Conv2d(4, 8, 3, padding=1, padding_mode="reflect"),
@@ -296,6 +303,48 @@ def test_unwritable_memory_is_no_error(tmp_path: Path, long_text: list[torch.Ten
     Choices(tmp_path / "file", 1).attend(*long_text)
 
 
+@pytest.mark.parametrize(
+    ("flags", "environment", "expected"),
+    [
+        ("avx2", {}, False),
+        ("avx2 avx512f", {}, False),
+        ("avx2 avx512f avx512_bf16", {}, True),
+        ("avx2 avx512f avx512_bf16 amx_bf16", {"ONEDNN_MAX_CPU_ISA": "ALL"}, True),
+        ("avx2 avx512f avx512_bf16 amx_bf16", {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}, True),
+        ("avx2 avx512f avx512_bf16 amx_bf16", {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"}, False),
+        ("avx2 avx512f avx512_bf16 amx_bf16", {"DNNL_MAX_CPU_ISA": "avx2"}, False),
+        ("avx2 avx512f avx512_bf16", {"ONEDNN_MAX_CPU_ISA": "ALL", "DNNL_MAX_CPU_ISA": "AVX2"}, True),
+        ("avx2 avx512f avx512_bf16", {"ONEDNN_MAX_CPU_ISA": "AVX2_VNNI_2"}, False),
+        ("avx2 avx_vnni avx_ne_convert", {}, True),
+        ("avx2 avx_vnni avx_ne_convert", {"ONEDNN_MAX_CPU_ISA": "AVX2_VNNI"}, False),
+        ("avx2 avx512f avx512_bf16", {"ATEN_CPU_CAPABILITY": "avx2"}, True),
+    ],
+)
+def test_who_multiplies_in_bf16(flags: str, environment: dict[str, str], expected: bool) -> None:
+    assert has_bf16(frozenset(flags.split()), environment) is expected
+
+
+@pytest.mark.parametrize("limit", ["ALL", "AVX512_CORE_BF16", "AVX512_CORE", "AVX2"])
+def test_products_are_computed_as_onednn_tells(limit: str) -> None:
+    """A packed product in bf16: float32 products where, and only where, oneDNN has no instructions for bf16."""
+    code = """if True:
+        import torch
+        from icom.engine import operators
+        from icom.engine.precision import product_dtype
+        print(product_dtype(torch.bfloat16))
+        x = torch.ones(64, 64, dtype=torch.bfloat16)
+        operators.linear(x, operators.pack_linear(x, 64), None)
+    """
+    environment = os.environ | {"ONEDNN_MAX_CPU_ISA": limit, "ONEDNN_VERBOSE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True, text=True)
+    told = [line for line in done.stdout.splitlines() if re.search(r",exec,cpu,(matmul|inner_product),", line)]
+    assert told, done.stdout
+    bf16 = "torch.bfloat16" in done.stdout
+    for line in told:
+        assert bool(re.search(r"avx512_core_bf16|avx512_core_fp16|avx10|amx|avx2_vnni_2", line)) == bf16
+        assert ("src:bf16" in line) == bf16
+
+
 @pytest.mark.parametrize("feature", operators.FEATURES)
 def test_probe_passes_here(feature: str) -> None:
     """CI runs where all of them exist; a PyTorch without one of them would silently be slow."""
@@ -356,10 +405,13 @@ def test_ranks_get_cores_of_their_own(set_by_user: dict[str, str], bound: bool, 
     assert threads_of_first == (threads or max(1, len(all_of_them) // 2))
 
 
-@pytest.mark.parametrize(("engine", "packed"), [("on", True), ("off", False), ("auto", False)])
-def test_engine_option(engine: str, packed: bool, tmp_path: Path) -> None:
-    """`auto` leaves the small bundled model alone, and says so."""
-    backend = CpuBackend("bf16", engine, tmp_path)
+@pytest.mark.parametrize(
+    ("engine", "precision", "packed"),
+    [("on", "bf16", True), ("off", "bf16", False), ("auto", "no", False), ("auto", "bf16", EMULATED)],
+)
+def test_engine_option(engine: str, precision: str, packed: bool, tmp_path: Path) -> None:
+    """`auto` leaves the small bundled model alone, and says so, unless its stock layers would emulate bf16."""
+    backend = CpuBackend(precision, engine, tmp_path)
     model = models.load(models.find("bundled"), backend.dtype)
     backend.prepare(model)
     assert any(isinstance(module, PackedLinear) for module in model.unet.modules()) == packed

@@ -40,7 +40,7 @@ demo: ## Learn a bundled concept and score it before and after: no download, two
 
 .PHONY: single-node-test
 single-node-test: ## Train 5 steps on the bundled model and pictures, no download
-	$(RUN) -- accelerate launch --config_file accelerate_configs/single_cpu.yaml textual_inversion_icom.py --pretrained_model_name_or_path=bundled --train_data_dir=bundled --learnable_property=object --placeholder_token="<concept>" --initializer_token=object --resolution=64 --train_batch_size=1 --seed=7 --gradient_accumulation_steps=1 --max_train_steps=5 --learning_rate=2.0e-03 --scale_lr --lr_scheduler=constant --lr_warmup_steps=0 --output_dir=./textual_inversion_output --mixed_precision bf16
+	$(RUN) -- accelerate launch --config_file accelerate_configs/single_cpu.yaml textual_inversion_icom.py --pretrained_model_name_or_path=bundled --train_data_dir=bundled --learnable_property=object --placeholder_token="<concept>" --initializer_token=object --resolution=64 --train_batch_size=1 --seed=7 --gradient_accumulation_steps=1 --max_train_steps=5 --learning_rate=2.0e-03 --scale_lr --lr_scheduler=constant --lr_warmup_steps=0 --output_dir=./textual_inversion_output --mixed_precision auto
 	@$(SETUP) setup
 
 .PHONY: bench

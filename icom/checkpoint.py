@@ -243,6 +243,17 @@ def load_checkpoint(folder: Path) -> tuple[State, Identity]:
         raise IcomError(f"The checkpoint {folder} is damaged ({what}). {advice}.") from error
 
 
+def settings_of(folder: Path) -> dict[str, Any]:
+    """The configuration of the run that wrote a checkpoint.
+
+    Raises:
+        IcomError: the checkpoint is damaged.
+    """
+    load_checkpoint(folder)
+    settings: dict[str, Any] = json.loads((folder / _STATE).read_text())["config"]
+    return settings
+
+
 def encode(state: State, identity: Identity) -> tuple[bytes, dict[str, Any]]:
     """What a checkpoint consists of: safetensors, and a document for JSON with their digest."""
     tensors = save({"rows": state.rows, "exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq})

@@ -30,6 +30,9 @@ Repeatable = tyro.conf.UseAppendAction[list[list[_Item]]]
 
 Precision = Literal["no", "fp16", "bf16"]
 
+PrecisionName = Literal["auto", "no", "fp16", "bf16"]
+"""What --mixed_precision takes; `auto` becomes one of the others before anything is computed."""
+
 BackendName = Literal["auto", "cpu", "ipex", "cuda"]
 
 EngineName = Literal["auto", "on", "off"]
@@ -48,6 +51,7 @@ BUNDLED_DEFAULTS = {
     "max_train_steps": 500,
     "learning_rate": 1e-2,
     "num_vectors": 1,
+    "mixed_precision": "auto",
 }
 """Defaults for the bundled model, found by measuring (docs/bundled-model.md); all others have diffusers' own."""
 
@@ -132,8 +136,9 @@ class TrainConfig:
     """`on`: packed frozen weights, attention as measured to be fastest here; `off`: stock layers; `auto`: by size."""
     collectives: CollectivesName = "auto"
     """What several processes talk with. `auto`: nccl on GPUs, ccl where oneCCL's bindings are installed, else gloo."""
-    mixed_precision: Precision | None = None
-    """Precision of the frozen model; the rows stay float32. Default: what `accelerate launch` has, else `no`."""
+    mixed_precision: PrecisionName | None = None
+    """Precision of the frozen model; the rows stay float32. `auto`: bf16 where the CPU or GPU has instructions for it,
+    else `no`; a run that resumes keeps its own. Default: what `accelerate launch` has, else `no` (bundled: `auto`)."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     allow_tf32: bool = False
@@ -233,8 +238,8 @@ class GenerateConfig:
     """Classifier-free guidance; 1 turns it off and halves the time."""
     resolution: int | None = None
     """Width and height in pixels, a multiple of 8. Default: the model's own."""
-    mixed_precision: Precision = "no"
-    """Precision of the model."""
+    mixed_precision: PrecisionName = "no"
+    """Precision of the model; `auto` as in `icom train`."""
     backend: BackendName = "auto"
     """What computes, as in `icom train`."""
     engine: EngineName = "auto"

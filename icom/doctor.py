@@ -79,12 +79,15 @@ class TorchProbe:
         problem: why it failed; empty if it did not.
         threads: that torch computes with.
         isa: "matmul" and "convolution" -> oneDNN's implementation; a missing one did not run through oneDNN.
+        factors: "matmul" and "convolution" -> time in bf16 over time in float32, by stock layers and by the engine's;
+            measured where the CPU emulates bf16.
         libraries: file names of the allocators and OpenMP runtimes in that process.
     """
 
     problem: str = ""
     threads: int = 0
     isa: dict[str, str] = field(default_factory=dict)
+    factors: dict[str, tuple[float, float]] = field(default_factory=dict)
     libraries: tuple[str, ...] = ()
 
 
@@ -188,18 +191,27 @@ kernel = torch.ones(64, 64, 3, 3, dtype=torch.bfloat16).to(memory_format=torch.c
 with torch.no_grad():
     matrix @ matrix
     torch.nn.functional.conv2d(picture.to(memory_format=torch.channels_last), kernel, padding=1)
-print(json.dumps({"threads": torch.get_num_threads(), "maps": open("/proc/self/maps").read()}))
+from icom.engine.cost import bf16_factors
+from icom.engine.operators import why_no_engine
+from icom.engine.precision import product_dtype
+factors = {}
+if product_dtype(torch.bfloat16) != torch.bfloat16:
+    stock, engine = (bf16_factors(packed=packed and not why_no_engine(torch.bfloat16)) for packed in (False, True))
+    factors = {name: (stock[name], engine[name]) for name in stock}
+told = {"threads": torch.get_num_threads(), "factors": factors, "maps": open("/proc/self/maps").read()}
+print(json.dumps(told))
 """
 
 
 def probe_torch() -> TorchProbe:
-    """Multiply and convolve in bf16 in a fresh process, and read oneDNN's own account of it."""
+    """Multiply and convolve in bf16 in a fresh process, and read oneDNN's own account of it; time what is emulated."""
     verbose = {"ONEDNN_VERBOSE": "1", "DNNL_VERBOSE": "1", "ONEDNN_VERBOSE_TIMESTAMP": "0"}
     out, problem = _in_fresh_python(_PROBE_TORCH, **verbose)
     if problem:
         return TorchProbe(problem)
     told = json.loads(out.splitlines()[-1])
-    return TorchProbe("", told["threads"], parse_onednn(out), _runtimes(told["maps"]))
+    factors = {name: (stock, engine) for name, (stock, engine) in told["factors"].items()}
+    return TorchProbe("", told["threads"], parse_onednn(out), factors, _runtimes(told["maps"]))
 
 
 def parse_onednn(text: str) -> dict[str, str]:
@@ -222,15 +234,17 @@ def check_isa(flags: frozenset[str], probe: TorchProbe, environment: Mapping[str
     """What oneDNN really runs for a bf16 matrix product and convolution, against what the CPU has."""
     if probe.problem:
         return [Finding("bf16 instructions", "warning", "unknown: torch does not run", "See the line of torch.")]
-    return [
-        _judge_isa(f"bf16 {kind}", probe.isa.get(kind, ""), flags, environment) for kind in ("matmul", "convolution")
-    ]
+    return [_judge_isa(kind, probe, flags, environment) for kind in ("matmul", "convolution")]
 
 
-def _judge_isa(name: str, implementation: str, flags: frozenset[str], environment: Mapping[str, str]) -> Finding:
+def _judge_isa(kind: str, probe: TorchProbe, flags: frozenset[str], environment: Mapping[str, str]) -> Finding:
+    name, implementation = f"bf16 {kind}", probe.isa.get(kind, "")
     # The instruction set is the part after the last colon; "gemm:jit:bf16" is a data type there.
     used = implementation.rpartition(":")[2]
     value = f"oneDNN {implementation}" if implementation else "PyTorch's own kernel, not oneDNN"
+    if kind in probe.factors:
+        stock, engine = probe.factors[kind]
+        value = f"{value}, {stock:.1f} x float32's time; {engine:.1f} x with icom's engine"
     if "amx" in used:
         return Finding(name, "ok", f"{value}: AMX")
     limit = next((key for key in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA") if environment.get(key)), "")
@@ -240,11 +254,13 @@ def _judge_isa(name: str, implementation: str, flags: frozenset[str], environmen
         return Finding(name, "warning", f"{value}; the CPU has AMX, which is not used", fix)
     if re.search(r"avx512_core_(bf16|fp16)|avx10", used):
         return Finding(name, "ok", f"{value}: AVX512-BF16")
+    if "avx2_vnni_2" in used:
+        return Finding(name, "ok", f"{value}: AVX-NE-CONVERT")
     if "avx512_bf16" in flags:
         fix = fix or "Upgrade torch."
         return Finding(name, "warning", f"{value}; the CPU has AVX512-BF16, which is not used", fix)
-    fix = "Train with --mixed_precision no (twice the memory), or on a CPU with AVX512-BF16 or AMX."
-    return Finding(name, "warning", f"{value}; the CPU has no bf16 instructions: bf16 is slow", fix)
+    fix = "Train with --mixed_precision auto: it takes float32 here. bf16 is for CPUs with AVX512-BF16 or AMX."
+    return Finding(name, "warning", f"{value}; the CPU has no bf16 instructions", fix)
 
 
 def check_cores(root: Path = machine.ROOT) -> list[Finding]:

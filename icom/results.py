@@ -6,6 +6,7 @@ import io
 import resource
 import shlex
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,7 @@ sample is a forward and a backward pass; decoding is the rest."""
 
 
 def say_start(run: Run, reason: str, state: State, repository: str | None) -> None:
-    """One line: what computes, what is trained, what came from the cache. Another one: what will be uploaded."""
+    """One line: what computes, what is trained, what came from the cache. Others: what is slow, what is uploaded."""
     config, moments = run.config, run.moments
     rows = run.concept.rows
     variants = moments.mean.shape[0] * moments.mean.shape[1]
@@ -49,6 +50,8 @@ def say_start(run: Run, reason: str, state: State, repository: str | None) -> No
         f"{config.gradient_accumulation_steps} accumulated) · seed {config.seed}{resumed}",
         flush=True,
     )
+    if advice := run.backend.advice():
+        print(f"icom: {advice}", file=sys.stderr)
     if repository:
         what = "the embedding, the whole pipeline" if config.save_as_full_pipeline else "the embedding"
         without = "" if config.save_as_full_pipeline else " The whole pipeline: with --save_as_full_pipeline."

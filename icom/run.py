@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
 import secrets
@@ -13,9 +14,9 @@ from typing import TYPE_CHECKING, cast, get_args
 
 import torch
 
-from icom import models
+from icom import backends, models
 from icom.captions import TEMPLATES
-from icom.checkpoint import Identity, State
+from icom.checkpoint import Identity, State, find_checkpoint, settings_of
 from icom.config import Precision, TrainConfig
 from icom.embedding import PlaceholderEmbedding, add_placeholder, captions_to_ids, placeholder_tokens
 from icom.errors import UsageError
@@ -67,14 +68,36 @@ class Run:
         return batch * self.group.size
 
 
-def precision_of(config: TrainConfig) -> Precision:
-    """--mixed_precision, else what `accelerate launch` was configured with."""
-    if config.mixed_precision:
-        return config.mixed_precision
-    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if launched not in get_args(Precision):
-        raise UsageError(f"Accelerate is configured for {launched}; set --mixed_precision to bf16, fp16 or no.")
-    return cast(Precision, launched)
+def precision_of(config: TrainConfig, group: Group) -> tuple[Precision, str]:
+    """--mixed_precision, else what `accelerate launch` was configured with; for `auto` rank 0 decides for all.
+
+    Returns:
+        (precision, why `auto` took it: empty where it was named).
+
+    Raises:
+        UsageError: Accelerate is configured for something else.
+        IcomError: a resumed run's checkpoint is damaged or not there.
+    """
+    wanted = config.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    decided = group.broadcast(json.dumps(_fast_precision(config, wanted)).encode() if group.leads else None)
+    if wanted == "auto":
+        precision, why = json.loads(decided)
+        return precision, why
+    if wanted not in get_args(Precision):
+        raise UsageError(f"Accelerate is configured for {wanted}; set --mixed_precision to auto, bf16 or no.")
+    return cast(Precision, wanted), ""
+
+
+def _fast_precision(config: TrainConfig, wanted: str) -> tuple[str, str]:
+    """What `auto` means: another precision would be another run than the checkpoint's, so that one is kept."""
+    if wanted != "auto":
+        return wanted, ""
+    if config.resume_from_checkpoint is not None:
+        folder = find_checkpoint(Path(config.output_dir), config.resume_from_checkpoint)
+        if folder is not None:
+            precision: str = settings_of(folder)["mixed_precision"]
+            return precision, f"{'fp32' if precision == 'no' else precision}: the checkpoint's"
+    return backends.fast_precision(config.backend, config.cache_dir)
 
 
 def start_accelerate(

@@ -90,7 +90,7 @@ def _train(config: TrainConfig, group: Group, until_all_is_written: ExitStack) -
     Returns:
         What is left to rank 0: to write the results, given the time of the start.
     """
-    precision = precision_of(config)
+    precision, why = precision_of(config, group)
     backend, reason = backends.resolve(
         config.backend,
         precision,
@@ -99,6 +99,7 @@ def _train(config: TrainConfig, group: Group, until_all_is_written: ExitStack) -
         compiled=config.compile,
         cache_dir=config.cache_dir,
     )
+    reason = f"{reason}; {why}" if why else reason
     # What is quick to check comes first: nothing is loaded for a run that cannot work.
     pictures = list_pictures(config.train_data_dir)
     if group.leads and (notice := passed_over(config.train_data_dir)):

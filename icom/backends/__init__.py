@@ -12,8 +12,9 @@ import torch
 
 from icom.backends import cuda, ipex
 from icom.backends.cpu import CpuBackend
-from icom.config import BackendName
+from icom.config import BackendName, Precision
 from icom.engine.choices import machine_key
+from icom.engine.precision import product_dtype
 from icom.errors import UsageError
 from icom.files import cache_folder, write_atomically, write_error
 
@@ -54,6 +55,9 @@ class Backend(Protocol):
     def describe(self) -> str:
         """One phrase for the user: engine, instruction set, precision, threads."""
 
+    def advice(self) -> str | None:
+        """What is slow about this precision here, measured, and what to do; None where nothing is."""
+
 
 def resolve(
     name: str,
@@ -68,7 +72,7 @@ def resolve(
 
     Args:
         name: `auto` or one of NAMES.
-        mixed_precision: "no", "bf16" or "fp16".
+        mixed_precision: "no", "bf16", "fp16", or "auto" for what `fast_precision` says.
         engine: "auto", or "off" for stock layers.
         allow_tf32: TF32 in float32 matrix products; acts on GPUs only.
         compiled: torch.compile for the UNet; GPUs only.
@@ -84,6 +88,9 @@ def resolve(
     chosen, reason = _choose(folder) if name == "auto" else (name, "asked for")
     if problem := why_not(chosen):
         raise UsageError(f"--backend {chosen} cannot be used here: {problem}. --backend auto takes what works.")
+    if mixed_precision == "auto":
+        mixed_precision, why = fast_precision(chosen)
+        reason = f"{reason}; {why}"
     if compiled and chosen != "cuda":
         raise UsageError(
             f"--compile is for --backend cuda, and this run is on {chosen} ({reason}). On CPUs it gains nothing and "
@@ -99,6 +106,22 @@ def resolve(
 def why_not(name: str) -> str | None:
     """Why one of NAMES cannot be used here and what to do about it; None when it can."""
     return None if name == "cpu" else {"ipex": ipex, "cuda": cuda}[name].why_not()
+
+
+def fast_precision(name: str, cache_dir: str | None = None) -> tuple[Precision, str]:
+    """bf16 where the device computes in it, else float32.
+
+    Args:
+        name: of the backend, or `auto`.
+        cache_dir: as in `resolve`.
+
+    Returns:
+        (precision, one phrase that says why).
+    """
+    chosen = _choose(cache_folder(cache_dir))[0] if name == "auto" else name
+    device = "GPU" if chosen == "cuda" else "CPU"
+    has_bf16 = cuda.has_bf16() if chosen == "cuda" else product_dtype(torch.bfloat16) == torch.bfloat16
+    return ("bf16", f"bf16: this {device} has it") if has_bf16 else ("no", f"fp32: this {device} has no bf16")
 
 
 def remember(seconds_per_step: Mapping[str, float], folder: Path) -> None:

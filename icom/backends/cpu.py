@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from icom.backends.shared import autocast_to, matrices_to, refuse_fp16
+from icom.backends.shared import about_emulation, autocast_to, matrices_to, refuse_fp16
 from icom.engine.blocks import rewrite
 from icom.engine.choices import choices_for
 from icom.engine.operators import why_no_engine
@@ -68,3 +68,7 @@ class CpuBackend:
         engine = "engine" if self.without_engine is None else f"stock layers: {self.without_engine}"
         what = f"PyTorch {torch.__version__}, {capability}, {engine}"
         return f"cpu ({what}), {precision}, {torch.get_num_threads()} threads"
+
+    def advice(self) -> str | None:
+        """About emulated bf16."""
+        return about_emulation(self.dtype, packed=self.without_engine is None)

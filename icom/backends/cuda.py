@@ -36,6 +36,15 @@ def why_not() -> str | None:
     return f"PyTorch (CUDA {torch.version.cuda}) finds no NVIDIA GPU ({detail}); `nvidia-smi` shows what there is"
 
 
+def has_bf16() -> bool:
+    """Whether there is a GPU and it computes in bf16."""
+    return why_not() is None and torch.cuda.get_device_capability(_local_rank()) >= AMPERE
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
 class CudaBackend:
     """See `icom.backends.Backend`. --engine does not matter here: its layers are for CPUs."""
 
@@ -50,7 +59,7 @@ class CudaBackend:
                 "fp16 needs loss scaling, which icom does not do: gradients underflow. Use --mixed_precision bf16 "
                 "(A100, H100 and all since) or no."
             )
-        local_rank, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        local_rank, gpus = _local_rank(), torch.cuda.device_count()
         if local_rank >= gpus:
             raise UsageError(
                 f"This is process {local_rank + 1} on this machine, and it has {gpus} GPUs that PyTorch sees. Start at "
@@ -91,3 +100,7 @@ class CudaBackend:
         extras = [word for word, on in (("TF32", self.allow_tf32), ("compiled", self.compiled)) if on]
         engine = f"{torch.cuda.get_device_name(self.device)}, PyTorch {torch.__version__}, CUDA {torch.version.cuda}"
         return f"cuda ({', '.join([engine, *extras])}), {precision}, {self.device}"
+
+    def advice(self) -> str | None:
+        """None: a GPU without bf16 is refused."""
+        return None

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from icom.backends.shared import autocast_to, matrices_to, refuse_fp16
+from icom.backends.shared import about_emulation, autocast_to, matrices_to, refuse_fp16
 from icom.engine.blocks import replace_attention
 from icom.engine.choices import choices_for
 from icom.engine.threads import use_own_cores
@@ -87,6 +87,10 @@ class IpexBackend:
         attention = "stock" if self.engine == "off" else "engine's"
         engine = f"IPEX {self._ipex.__version__}, PyTorch {torch.__version__}, {capability}, {attention} attention"
         return f"ipex ({engine}), {precision}, {torch.get_num_threads()} threads"
+
+    def advice(self) -> str | None:
+        """About emulated bf16."""
+        return about_emulation(self.dtype, packed=False)
 
 
 def _load() -> Any:

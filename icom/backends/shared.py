@@ -6,6 +6,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from icom.engine.cost import bf16_factors
+from icom.engine.precision import product_dtype
 from icom.errors import UsageError
 
 
@@ -27,3 +29,21 @@ def refuse_fp16(mixed_precision: str) -> None:
         raise UsageError(
             "fp16 does not train on CPUs: gradients underflow and it is slow. Use --mixed_precision bf16 or no."
         )
+
+
+def about_emulation(dtype: torch.dtype, *, packed: bool) -> str | None:
+    """What bf16 costs on a CPU without instructions for it, measured now; None for float32 and on other CPUs.
+
+    Args:
+        dtype: of the run.
+        packed: whether the engine's layers compute it.
+    """
+    if product_dtype(dtype) == dtype:
+        return None
+    factors = bf16_factors(packed=packed)
+    measured = (
+        f"{factors['matmul']:.1f} x float32's time in matrix products, {factors['convolution']:.1f} x in convolutions"
+    )
+    return (
+        f"this CPU has no bf16 instructions; measured now: {measured}. --mixed_precision no (or auto) is faster here."
+    )

@@ -110,9 +110,9 @@ def choices_for(unet: torch.nn.Module, folder: Path) -> Choices:
 
 
 def machine_key() -> str:
-    """What the fastest way depends on beside the shape: CPU and its flags, oneDNN's limit on them, PyTorch, threads."""
+    """What the fastest way depends on beside the shape: CPU, its flags and the limits on them, PyTorch, threads."""
     flags = hashlib.sha256(" ".join(sorted(machine.cpu_flags())).encode()).hexdigest()[:8]
-    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "all")
+    limit = f"{os.environ.get('ONEDNN_MAX_CPU_ISA', 'all')} {torch.backends.cpu.get_cpu_capability()}"
     threads = torch.get_num_threads()
     return f"{machine.cpu_model()}, flags {flags}, {limit}, PyTorch {torch.__version__}, {threads} threads"
 

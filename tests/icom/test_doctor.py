@@ -16,6 +16,7 @@ import pytest
 
 from icom import doctor, machine
 from icom.doctor import Finding, TorchProbe
+from icom.engine.precision import has_bf16
 from tests.support.command import ROOT, Result, start_process
 
 AMX = frozenset("avx512f avx512_bf16 amx_tile amx_bf16 amx_int8".split())
@@ -57,6 +58,9 @@ def test_healthy_machine_in_table_and_json(tmp_path: Path) -> None:
         assert lines[name].status == "ok"
         assert not lines[name].fix
     assert lines["CPU"].value == machine.cpu_model()
+    for kind in ("matmul", "convolution"):
+        # The CPU's own trouble and no other: a machine without bf16 instructions is healthy.
+        assert lines[f"bf16 {kind}"].status == ("ok" if has_bf16(machine.cpu_flags(), os.environ) else "warning")
     assert lines["Hub"].status == "warning"  # conftest's address, where nobody listens
     assert "127.0.0.1:9" in lines["Hub"].value
     assert list(tmp_path.iterdir()) == [file]
@@ -188,6 +192,7 @@ def test_lines_of_onednn(line: str, expected: dict[str, str]) -> None:
         (AMX, "", "warning", "AMX, which is not used"),
         (BF16, "brg_matmul:avx512_core_bf16", "ok", "AVX512-BF16"),
         (BF16, "brg_matmul:avx10_1_512", "ok", "AVX512-BF16"),
+        (frozenset({"avx_ne_convert"}), "brg_matmul:avx2_vnni_2", "ok", "AVX-NE-CONVERT"),
         (BF16, "gemm:jit:bf16", "warning", "AVX512-BF16, which is not used"),  # as oneDNN names a slow one
         (frozenset({"avx512f"}), "gemm:jit:bf16", "warning", "no bf16 instructions"),
         (frozenset({"avx2"}), "", "warning", "no bf16 instructions"),
@@ -198,6 +203,20 @@ def test_instruction_set_against_the_flags(flags: frozenset[str], implementation
     line = doctor.check_isa(flags, probe, {})[0]
     assert (line.status, bool(line.fix)) == (status, status == "warning")
     assert says in line.value
+
+
+def test_emulated_bf16_is_told_with_its_price() -> None:
+    """Measured in a process that emulates it whatever the CPU has."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+        patch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+        probe = doctor.probe_torch()
+    assert probe.factors.keys() == {"matmul", "convolution"}
+    for line in doctor.check_isa(frozenset({"avx2"}), probe, {}):
+        stock, engine = probe.factors[line.name.removeprefix("bf16 ")]
+        assert 0 < engine < stock
+        assert f"{stock:.1f} x float32's time; {engine:.1f} x with icom's engine" in line.value
+        assert (line.status, "--mixed_precision auto" in line.fix) == ("warning", True)
 
 
 @pytest.mark.parametrize(("available", "status"), [(1.9, "failure"), (2.1, "warning"), (5.9, "warning"), (6.1, "ok")])

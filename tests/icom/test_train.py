@@ -12,16 +12,22 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from diffusers import DDPMScheduler
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 from icom import backends, models, results
+from icom.backends import fast_precision
+from icom.config import TrainConfig
+from icom.distributed import Place
 from icom.embedding import add_placeholder
 from icom.embedding_file import load_embedding
+from icom.group import ALONE, Group
 from icom.report import read_metrics
-from tests.support.command import ROOT, Result, train_arguments
+from icom.run import precision_of
+from tests.support.command import ROOT, Result, start_process, train_arguments
 
 Train = Callable[..., Result]
 
@@ -120,7 +126,6 @@ def evaluate(samples: range, seed: int, learned: torch.Tensor | None = None) -> 
     """The mean loss of samples of a seed's stream, with the initial rows or others."""
     from accelerate import Accelerator
 
-    from icom.config import TrainConfig
     from icom.images import list_pictures
     from icom.run import prepare
     from icom.train import batch_loss
@@ -159,6 +164,74 @@ def test_same_seed_same_vectors(tmp_path: Path, train: Train, precision: str) ->
     for name in ("a", "b"):
         assert train(output_dir=tmp_path / name, mixed_precision=precision).code == 0
     assert torch.equal(rows(tmp_path / "a"), rows(tmp_path / "b"))
+
+
+@pytest.mark.parametrize("has_it", [True, False])
+def test_auto_takes_the_precision_that_is_fast_here(
+    has_it: bool, tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is left in config.yaml is a precision, not `auto`, and Accelerate gets it too; the start line says why."""
+    monkeypatch.setattr(backends, "product_dtype", lambda dtype: dtype if has_it else torch.float32)
+    result = train(output_dir=tmp_path, mixed_precision="auto")
+    assert result.code == 0, result.err
+    taken = yaml.safe_load((tmp_path / "config.yaml").read_text())["mixed_precision"]
+    assert taken == ("bf16" if has_it else "no")
+    phrases = ("bf16: this CPU has it", ", bf16,") if has_it else ("fp32: this CPU has no bf16", ", fp32,")
+    assert all(phrase in result.out for phrase in phrases)
+
+
+def test_auto_keeps_a_resumed_runs_precision(tmp_path: Path, train: Train) -> None:
+    """The one that `auto` would not take here; the rows go on to the same bits."""
+    other = "no" if fast_precision("cpu")[0] == "bf16" else "bf16"
+    options = {"max_train_steps": 6, "checkpointing_steps": 3}
+    assert train(output_dir=tmp_path / "whole", mixed_precision=other, **options).code == 0
+    shutil.copytree(tmp_path / "whole" / "checkpoint-3", tmp_path / "resumed" / "checkpoint-3")
+    options |= {"mixed_precision": "auto", "resume_from_checkpoint": "latest"}
+    result = train(output_dir=tmp_path / "resumed", **options)
+    assert result.code == 0, result.err
+    assert "the checkpoint's" in result.out
+    assert torch.equal(rows(tmp_path / "resumed"), rows(tmp_path / "whole"))
+    # Nothing to resume yet: the machine decides.
+    result = train(output_dir=tmp_path / "new", **options)
+    assert "the checkpoint's" not in result.out
+    config = yaml.safe_load((tmp_path / "new" / "config.yaml").read_text())
+    assert config["mixed_precision"] == fast_precision("cpu")[0]
+
+
+def test_auto_of_several_ranks_is_rank_0s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machines of two kinds: both take what rank 0's has."""
+
+    class Second(Group):
+        def broadcast(self, content: bytes | None) -> bytes:
+            assert content is None
+            return sent
+
+    sent = b""
+    words = {"train_data_dir": "bundled", "placeholder_token": "<x>", "initializer_token": "toy"}
+    auto, named = (TrainConfig(**words, mixed_precision=wanted) for wanted in ("auto", "no"))  # type: ignore[arg-type]
+    second = Second(Place(rank=1, world_size=2), ["a", "b"])
+    for first_has_it in (True, False):
+        monkeypatch.setattr(backends, "product_dtype", lambda dtype, has=first_has_it: dtype if has else torch.float32)
+        decided = precision_of(auto, ALONE)
+        sent = json.dumps(decided).encode()
+        monkeypatch.setattr(backends, "product_dtype", lambda dtype, has=first_has_it: torch.float32 if has else dtype)
+        assert precision_of(auto, second) == decided == precision_of(auto, second)
+        assert decided[0] == ("bf16" if first_has_it else "no")
+        assert precision_of(named, second) == ("no", "")  # the disagreement is found with the other options
+
+
+def test_emulated_bf16_is_said_once_with_its_price(tmp_path: Path) -> None:
+    """On any machine: the variables leave no bf16 instructions."""
+    limits = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+    for precision, times in (("bf16", 1), ("no", 0)):
+        arguments = train_arguments(output_dir=tmp_path / precision, mixed_precision=precision)
+        process = start_process(*arguments, **limits)
+        out, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+        said = [line for line in err.splitlines() if "has no bf16 instructions" in line]
+        assert len(said) == times
+        assert all(re.search(r"\d\.\d x float32's time.*--mixed_precision no", line) for line in said)
+        assert ("stock layers" in out) is (precision == "no")  # the engine computes it, though the model is small
 
 
 def test_bf16_follows_float32(tmp_path: Path, train: Train) -> None:

@@ -24,6 +24,7 @@ TRAIN = {
     "max_train_steps": "3",
     "learning_rate": "1e-2",
     "seed": "7",
+    "mixed_precision": "no",
     "report_to": "none",
     "num_comparison_images": "0",
 }

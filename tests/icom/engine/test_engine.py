@@ -17,14 +17,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from icom import models
 from icom.architectures import build_unet
 from icom.backends.cpu import CpuBackend
-from icom.engine import attention, choices, operators
+from icom.engine import attention, choices, cost, operators
 from icom.engine.blocks import ResidualBlock, Transformer, replace_attention, rewrite
 from icom.engine.choices import FILE, Choices, machine_key
-from icom.engine.layers import PackedConv2d, PackedLinear, Projections, can_pack, pack
+from icom.engine.layers import Packed, PackedConv2d, PackedLinear, Projections, can_pack, pack
 from icom.engine.precision import has_bf16, product_dtype
 from icom.report import read_metrics
 from tests.support.command import Result
@@ -343,6 +344,25 @@ def test_products_are_computed_as_onednn_tells(limit: str) -> None:
     for line in told:
         assert bool(re.search(r"avx512_core_bf16|avx512_core_fp16|avx10|amx|avx2_vnni_2", line)) == bf16
         assert ("src:bf16" in line) == bf16
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_factors_are_quotients_of_times(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a clock that a layer advances by 2 s in float32 and by 5 s in bf16, and by much while it warms up."""
+    now, called = 0.0, {torch.float32: 0, torch.bfloat16: 0}
+
+    def advance(layer: nn.Module, inputs: tuple[torch.Tensor, ...], _: object) -> None:
+        nonlocal now
+        assert isinstance(layer, Packed) is packed
+        dtype = inputs[0].dtype
+        called[dtype] += 1
+        now += {torch.float32: 2.0, torch.bfloat16: 5.0}[dtype] + (100 if called[dtype] == 1 else 0)
+
+    monkeypatch.setattr(cost.time, "thread_time", lambda: now)
+    threads = torch.get_num_threads()
+    with register_module_forward_hook(advance):
+        assert cost.bf16_factors(packed=packed) == {"matmul": 2.5, "convolution": 2.5}
+    assert torch.get_num_threads() == threads
 
 
 @pytest.mark.parametrize("feature", operators.FEATURES)

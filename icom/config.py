@@ -61,7 +61,7 @@ class TrainConfig:
     """Learn a new word for Stable Diffusion from a handful of pictures (textual inversion).
 
     Example: icom train --train_data_dir photos --placeholder_token "<dicoo>" --initializer_token toy
-    --pretrained_model_name_or_path stable-diffusion-v1-5/stable-diffusion-v1-5 --mixed_precision bf16
+    --pretrained_model_name_or_path stable-diffusion-v1-5/stable-diffusion-v1-5 --mixed_precision auto
     """
 
     # What is learned, from what.

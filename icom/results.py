@@ -134,7 +134,7 @@ def finish(
             "The bundled model is a toy. With a real one and your pictures:\n"
             "  icom train --pretrained_model_name_or_path stable-diffusion-v1-5/stable-diffusion-v1-5 "
             '--train_data_dir FOLDER --placeholder_token "<mine>" --initializer_token toy '
-            "--train_batch_size 1 --learning_rate 2e-3 --max_train_steps 1000 --mixed_precision bf16"
+            "--train_batch_size 1 --learning_rate 2e-3 --max_train_steps 1000 --mixed_precision auto"
         )
 
 

@@ -17,7 +17,7 @@ from icom.engine import operators
 
 
 class Packed(nn.Module, ABC):
-    """Packs its weight when the first input comes, and then lets go of the plain one.
+    """Packs its weight when the first input comes, where that is of use here, and then lets go of the plain one.
 
     Attributes:
         bias: (out,) or None.
@@ -81,7 +81,7 @@ class PackedLinear(Packed):
         return operators.pack_linear(weight, x.numel() // x.shape[-1])
 
     def _pack_transposed(self, weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        return self._pack(weight.t().contiguous(), gradient)
+        return self._pack(weight.t(), gradient)
 
 
 class _Linear(torch.autograd.Function):

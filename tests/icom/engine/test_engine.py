@@ -136,6 +136,22 @@ def test_packed_layer_is_the_layer(name: str, dtype: torch.dtype) -> None:
                 assert distance(ours, theirs) <= TOLERANCES[dtype]
 
 
+def test_converted_weights_take_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where products are float32's, weights stay bf16's, and a linear layer has one copy for both directions."""
+    monkeypatch.setattr(operators, "product_dtype", lambda _: torch.float32)
+    torch.manual_seed(0)
+    for layer, shape in ((nn.Linear(24, 40), (7, 24)), (nn.Conv2d(24, 40, 3, padding=1), (1, 24, 10, 12))):
+        packed = pack(layer.bfloat16().requires_grad_(False))
+        x, weight = torch.randn(shape).bfloat16(), torch.randn(layer(torch.zeros(shape).bfloat16()).shape).bfloat16()
+        exact = results_and_gradients(copy.deepcopy(layer).double(), [x.double()], weight.double())
+        for ours, theirs in zip(results_and_gradients(packed, [x], weight), exact, strict=True):
+            assert distance(ours, theirs) <= TOLERANCES[torch.bfloat16]
+        assert packed._packed is not None and packed._packed_transposed is not None
+        both = (packed._packed, packed._packed_transposed)
+        assert {t.dtype for t in both} == {torch.bfloat16}
+        assert len({t.untyped_storage().data_ptr() for t in both}) == (1 if isinstance(layer, nn.Linear) else 2)
+
+
 def test_projections_are_the_layers() -> None:
     torch.manual_seed(0)
     layers = [nn.Linear(24, width).requires_grad_(False) for width in (40, 16, 16)]

@@ -58,9 +58,8 @@ def test_damaged_checkpoint(train: Run, earlier: Path, damage: str) -> None:
     break_it, reason = DAMAGES[damage]
     break_it(earlier / "checkpoint-3")
     before = embedding(earlier)
-    wanted = (
-        {"resume_from_checkpoint": "checkpoint-3"} if damage.startswith("no ") else LATEST
-    )  # which passes over those
+    lacks_a_file = damage.startswith("no ")  # `latest` would pass over it
+    wanted = {"resume_from_checkpoint": "checkpoint-3"} if lacks_a_file else LATEST
     result = train(output_dir=earlier, max_train_steps=5, **wanted)
     advice = "Use --resume_from_checkpoint checkpoint-2."
     assert_message(result, 1, f"The checkpoint {earlier / 'checkpoint-3'} is damaged (", reason, advice)

@@ -109,8 +109,8 @@ def passed_over(folder: str) -> str | None:
         with contextlib.suppress(OSError):  # not ours to read
             files += sum(path.is_file() and not path.name.startswith(".") for path in inner.iterdir())
     return (
-        f"passing over what lies in folders in {folder}: {files} {'file' if files == 1 else 'files'} in "
-        f"{_names([path.name for path in folders])}. Pictures have to lie in the picture folder itself."
+        f"passing over {files} {'file' if files == 1 else 'files'} in the folders of {folder} "
+        f"({_names([path.name for path in folders])}). Pictures have to lie in the picture folder itself."
     )
 
 

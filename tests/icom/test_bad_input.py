@@ -346,7 +346,7 @@ def test_what_is_no_picture_in_a_picture_folder(train: Run, tmp_path: Path, pict
         shutil.copy(pictures / "good.png", pictures / name / "other.png")
     result = train(output_dir=tmp_path / "out", train_data_dir=pictures, max_train_steps=1)
     assert result.code == 0
-    assert f"icom: passing over what lies in folders in {pictures}: 2 files in 2: best, more." in result.err
+    assert f"icom: passing over 2 files in the folders of {pictures} (2: best, more)." in result.err
 
     (pictures / "gone.jpg").symlink_to(tmp_path / "nowhere.jpg")
     (pictures / "good.txt").write_text("a photo of a toy")

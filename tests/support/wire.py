@@ -59,10 +59,11 @@ class Wire:
             return True
         return False
 
-    def parameters(self, model: Any, params: dict[str, Any], **_: Any) -> None:
-        self.requests.append((model.name, dict(params)))
+    def parameters(self, model: Any, params: dict[str, Any], **_: Any) -> dict[str, Any] | None:
+        self.requests.append((model.name, params))
         if model.name in self.untagged and "DryRun" not in params:
-            params.pop("TagSpecifications", None)
+            return {name: value for name, value in params.items() if name != "TagSpecifications"}
+        return None
 
     def after_call(self, model: Any, parsed: dict[str, Any], **_: Any) -> None:
         if "Error" not in parsed:

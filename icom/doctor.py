@@ -259,7 +259,7 @@ def _judge_isa(kind: str, probe: TorchProbe, flags: frozenset[str], environment:
     if "avx512_bf16" in flags:
         fix = fix or "Upgrade torch."
         return Finding(name, "warning", f"{value}; the CPU has AVX512-BF16, which is not used", fix)
-    fix = "Train with --mixed_precision auto: it takes float32 here. bf16 is for CPUs with AVX512-BF16 or AMX."
+    fix = "Use --mixed_precision auto: float32 here (twice the memory). Or take a CPU with AVX512-BF16 or AMX."
     return Finding(name, "warning", f"{value}; the CPU has no bf16 instructions", fix)
 
 

@@ -41,9 +41,8 @@ def about_emulation(dtype: torch.dtype, *, packed: bool) -> str | None:
     if product_dtype(dtype) == dtype:
         return None
     factors = bf16_factors(packed=packed)
-    measured = (
-        f"{factors['matmul']:.1f} x float32's time in matrix products, {factors['convolution']:.1f} x in convolutions"
-    )
     return (
-        f"this CPU has no bf16 instructions; measured now: {measured}. --mixed_precision no (or auto) is faster here."
+        f"this CPU has no bf16 instructions: measured now, bf16 takes {factors['matmul']:.1f} x float32's time in "
+        f"matrix products and {factors['convolution']:.1f} x in convolutions. Unless memory is short (bf16 takes "
+        "half), use --mixed_precision no, or auto."
     )

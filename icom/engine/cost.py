@@ -23,13 +23,12 @@ def bf16_factors(*, packed: bool) -> dict[str, float]:
     Args:
         packed: as the engine computes it, else as stock PyTorch does.
     """
-    layers: dict[str, tuple[nn.Module, torch.Tensor]] = {
-        "matmul": (nn.Linear(640, 640), torch.ones(256, 640)),
-        "convolution": (
-            nn.Conv2d(320, 320, 3, padding=1),
-            torch.ones(1, 320, 16, 16).to(memory_format=torch.channels_last),
-        ),
-    }
+    picture = torch.ones(1, 320, 16, 16).to(memory_format=torch.channels_last)
+    with torch.random.fork_rng(devices=[]):  # layers are born with random weights: nobody else's numbers may change
+        layers: dict[str, tuple[nn.Module, torch.Tensor]] = {
+            "matmul": (nn.Linear(640, 640), torch.ones(256, 640)),
+            "convolution": (nn.Conv2d(320, 320, 3, padding=1), picture),
+        }
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

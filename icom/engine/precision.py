@@ -29,13 +29,10 @@ def has_bf16(flags: frozenset[str], environment: Mapping[str, str]) -> bool:
         environment: may limit oneDNN's instruction set.
     """
     # In oneDNN's order. PyTorch's ATEN_CPU_CAPABILITY is not oneDNN's: it says nothing about products.
-    limit = next(
-        (environment[f"{name}_MAX_CPU_ISA"] for name in ("ONEDNN", "DNNL") if environment.get(f"{name}_MAX_CPU_ISA")),
-        "",
-    )
-    if limit.lower() == "avx2_vnni_2":
+    limit = (environment.get("ONEDNN_MAX_CPU_ISA") or environment.get("DNNL_MAX_CPU_ISA") or "").lower()
+    if limit == "avx2_vnni_2":
         return "avx_ne_convert" in flags
-    return limit.lower() not in _LIMITS_WITHOUT and not flags.isdisjoint(_FLAGS)
+    return limit not in _LIMITS_WITHOUT and not flags.isdisjoint(_FLAGS)
 
 
 @functools.cache

@@ -174,7 +174,7 @@ def _inputs(config: TrainConfig) -> dict[str, Parcel]:
         IcomError: pictures or a model are no good.
     """
     from icom import models
-    from icom.embedding import load_initial_rows
+    from icom.embedding_file import load_initial_rows
     from icom.images import list_pictures
     from icom.launch import digests
 

@@ -23,7 +23,7 @@ from provisioning import nodes as nodes_module
 from provisioning import train_on
 from provisioning.cluster import role_names
 from provisioning.config import WhereConfig
-from provisioning.hostkeys import Folder, KeyPair, make_key, unborn_name
+from provisioning.hostkeys import Folder, KeyPair, unborn_name
 from provisioning.progress import Progress
 from provisioning.ssh import Login
 from provisioning.train_on import Run, look
@@ -35,7 +35,8 @@ from tests.support.hostile import SCREEN, TEXTS, obeyed
 from tests.support.node_steps import node
 from tests.support.wire import Icom
 
-KEY = make_key().public
+# RFC 8032, 7.1, test 1: the same in all processes that collect these tests.
+KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAINdamAGCsQq31Uv+08lkBzoO4XLz2qYjJa8CGmj3B1Ea"
 KEYS = [
     *(f"{KEY}\n* {KEY}", f'{KEY}\ncommand="touch PWNED" {KEY}', f"@cert-authority * {KEY}", f"ssh-ed25519 {KEY}"),
     *("ssh-ed25519 AAAA", "ssh-ed25519 !!!!", "ssh-ed25519", f"no-pty {KEY}", KEY.replace("ssh-ed25519", "ssh-rsa")),

@@ -138,14 +138,14 @@ class PackedConv2d(Packed):
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None = None, shift: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """(batch, in, height, width) to (batch, out, …), channels last.
+        """(batch, in, height, width) to (batch, out, …) in the weight's dtype, channels last.
 
         Args:
-            x: any layout.
+            x: any layout, any dtype: a pipeline's latents are float32.
             residual: added to the result, shaped like it.
             shift: (1, out), added to the bias; gets no gradient.
         """
-        return _Convolution.apply(x, residual, shift, self)  # type: ignore[no-any-return, no-untyped-call]
+        return _Convolution.apply(x.to(self.dtype), residual, shift, self)  # type: ignore[no-any-return, no-untyped-call]
 
     def _pack(self, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return operators.pack_convolution(weight, self.padding, self.stride, list(x.shape))

@@ -136,6 +136,14 @@ def test_packed_layer_is_the_layer(name: str, dtype: torch.dtype) -> None:
                 assert distance(ours, theirs) <= TOLERANCES[dtype]
 
 
+@pytest.mark.parametrize("name", ["linear", "3x3"])
+def test_packed_layer_takes_float32_too(name: str) -> None:
+    """As autocast does for the layer it stands for."""
+    build, shape = LAYERS[name]
+    packed, x = pack(build().bfloat16().requires_grad_(False)), torch.randn(shape)
+    assert torch.equal(packed(x), packed(x.bfloat16()))
+
+
 def test_converted_weights_take_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where products are float32's, weights stay bf16's, and a linear layer has one copy for both directions."""
     monkeypatch.setattr(operators, "product_dtype", lambda _: torch.float32)

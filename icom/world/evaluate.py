@@ -26,6 +26,9 @@ from icom.world.scene import Scene, describe, draw, random_scene
 
 Question = Literal["judge", "prompts", "concepts"]
 
+ALIKE = {"mixed_precision": "no"}
+"""Instead of the default, so that machines with and without bf16 measure the same thing."""
+
 
 @dataclass(kw_only=True)
 class EvaluateConfig:
@@ -48,7 +51,7 @@ class EvaluateConfig:
 def evaluate(config: EvaluateConfig) -> None:
     """Measure what `config` names, print it, and write it."""
     make_writable_folder(config.output_dir)
-    training = BUNDLED_DEFAULTS | config.train
+    training = BUNDLED_DEFAULTS | ALIKE | config.train
     result: dict[str, Any] = {"machine": machine(), "guidance": GUIDANCE, "training": training}
     if "judge" in config.questions:
         result["judge"] = judge_accuracy(2000, seed=1)
@@ -112,7 +115,7 @@ def concept_scores(config: EvaluateConfig) -> list[dict[str, Any]]:
     rows = []
     for concept, seed in itertools.product(config.concepts, config.seeds):
         with tempfile.TemporaryDirectory() as folder:
-            flags: dict[str, Any] = {**config.train, "seed": seed, "output_dir": folder}
+            flags: dict[str, Any] = {**ALIKE, **config.train, "seed": seed, "output_dir": folder}
             learned = learn(concept, flags, num_images=config.num_images)
         rows.append({"concept": concept, "seed": seed, **_shares(learned), "seconds": round(learned.seconds, 1)})
         print(json.dumps(rows[-1]), flush=True)

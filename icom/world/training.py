@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from icom.engine.precision import product_dtype
 from icom.progress import progress
 from icom.world.concepts import EVERYTHING, seen_things
 from icom.world.scene import Scene, Thing, describe, draw, random_scene
@@ -106,8 +107,8 @@ def fit(
 
 
 def autocast() -> AbstractContextManager[object]:
-    """bfloat16 for the matrix products; weights and optimizer stay float32."""
-    return torch.autocast("cpu", torch.bfloat16)
+    """bfloat16 for the matrix products where the CPU has instructions for it; weights and optimizer stay float32."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=product_dtype(torch.bfloat16) == torch.bfloat16)
 
 
 def train_vae(vae: AutoencoderKL, seed: int, *, steps: int, batch: int, log: Log) -> None:

@@ -8,7 +8,6 @@ import os
 import pty
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
@@ -150,18 +149,18 @@ def test_diffusers_48_options_with_its_defaults() -> None:
     assert {name: getattr(config, name) for name in DIFFUSERS_DEFAULTS} == DIFFUSERS_DEFAULTS
 
 
-def test_help_is_fast_and_loads_no_torch() -> None:
-    """The best of three, against an interpreter that does nothing: the machine may be busy."""
-    code = "import sys; sys.argv[0] = 'icom'; from icom.cli import main; main(['--help'])"
-    loaded = f"import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); {code}"
-    done = subprocess.run([sys.executable, "-c", loaded], cwd=ROOT, capture_output=True, check=False, text=True)
-    assert done.stdout.splitlines()[-1] == "False"
-    seconds = []
-    for _ in range(3):
-        began = time.perf_counter()
-        subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True)
-        seconds.append(time.perf_counter() - began)
-    assert min(seconds) <= 0.5
+def test_help_loads_nothing_heavy() -> None:
+    """What takes from a tenth of a second to seven to import."""
+    code = (
+        "import atexit, sys; atexit.register(lambda: print(*sys.modules)); from icom.cli import main; main(['--help'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False, text=True)
+    loaded = set(done.stdout.splitlines()[-1].split())
+    heavy = (
+        "torch numpy PIL diffusers transformers accelerate huggingface_hub matplotlib boto3 botocore fabric paramiko"
+    )
+    assert "tyro" in loaded
+    assert loaded.isdisjoint(heavy.split()), loaded & set(heavy.split())
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -72,7 +72,7 @@ test: ## Run the tests that a change needs: a thin path through everything, ten 
 test-all: test-everything test-lower-isa ## Run all tests, as CI does: half an hour on two cores
 
 .PHONY: test-everything
-test-everything:
+test-everything: ## Run all tests, those of what computes for this CPU alone
 	@$(SETUP) test-tools
 	$(RUN) --extra dev --extra mpi -- $(PYTEST)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from icom.architectures import ARCHITECTURES, build_text_encoder, build_unet, build_vae, fill_random
@@ -71,7 +72,8 @@ def test_training_and_drawing_are_those_of_the_folder(icom: Run, train: Run, fol
         result = icom("generate", "--embedding", str(out / "learned_embeds.safetensors"), *options)
         assert result.code == 0, result.err
         (picture,) = (out / "drawn").glob("*.png")
-        drawn[model.suffix] = picture.read_bytes()
+        with Image.open(picture) as image:
+            drawn[model.suffix] = image.tobytes()
     assert learned[".safetensors"] == learned[".ckpt"] == learned[""]
     assert drawn[".safetensors"] == drawn[".ckpt"] == drawn[""]
 

@@ -56,7 +56,6 @@ class _Template:
     """The process that forks. Its forks are orphans that this process adopts, so that it can wait for them."""
 
     def __init__(self) -> None:
-        ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
         self._ours, theirs = socket.socketpair()
         with theirs:
             words = [sys.executable, "-m", "tests.support.warm", str(theirs.fileno())]
@@ -65,9 +64,14 @@ class _Template:
     def fork(self, request: Mapping[str, Any], streams: Sequence[int]) -> int:
         """Pid of a new process that does what is requested, with these as its standard streams."""
         content = json.dumps(request).encode()
-        socket.send_fds(self._ours, [len(content).to_bytes(4, "big")], list(streams))
-        self._ours.sendall(content)
-        answer = self._ours.recv(4, socket.MSG_WAITALL)
+        # Only now: other orphans would stay zombies here, and hold up the end of the namespaces they were in.
+        _adopt_orphans(True)
+        try:
+            socket.send_fds(self._ours, [len(content).to_bytes(4, "big")], list(streams))
+            self._ours.sendall(content)
+            answer = self._ours.recv(4, socket.MSG_WAITALL)
+        finally:
+            _adopt_orphans(False)
         assert len(answer) == 4, "the template has died"
         return int.from_bytes(answer, "big")
 
@@ -75,6 +79,10 @@ class _Template:
         """Let it end, and wait for that."""
         self._ours.close()
         self.process.wait()
+
+
+def _adopt_orphans(on: bool) -> None:
+    ctypes.CDLL(None).prctl(_SUBREAPER, int(on), 0, 0, 0)
 
 
 _TEMPLATE: list[_Template] = []

@@ -10,6 +10,8 @@ import uuid
 from collections.abc import Callable, Generator, Iterator
 
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.support import reaper, warm
 from tests.support.command import ROOT, Result, train_arguments
@@ -24,6 +26,12 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.g
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+TOGETHER = {
+    "tests/icom/launch/test_training_on_hosts.py",
+    "tests/provisioning/test_health.py",
+    "tests/provisioning/test_train_on.py",
+}
+"""Files whose tests share hosts that take long to make."""
 REAPER = pytest.StashKey[tuple[str, "subprocess.Popen[bytes]"]]()
 LEFT = pytest.StashKey[dict[int, str]]()
 ENDS_WITHIN = 20
@@ -67,6 +75,23 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     """Let the reaper do its work, and wait for it."""
     if REAPER in config.stash:
         config.stash[REAPER][1].communicate()
+
+
+class OneByOne(LoadScopeScheduling):
+    """Deals out single tests, but all of a file in TOGETHER to one worker.
+
+    Not xdist_group: pytest-xdist 3.8 writes its groups where pytest 9.2 no longer reads them.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return file if file in TOGETHER else nodeid
+
+
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist's
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> OneByOne:
+    """How workers get their tests."""
+    return OneByOne(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

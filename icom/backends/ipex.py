@@ -51,7 +51,7 @@ class IpexBackend:
     process_group = "gloo"
 
     def __init__(self, mixed_precision: str, engine: str, folder: Path) -> None:
-        """Raises: UsageError for fp16, or when IPEX cannot be loaded."""
+        """Raises: UsageError for fp16, for bf16 on a CPU where IPEX refuses it, or when IPEX cannot be loaded."""
         refuse_fp16(mixed_precision)
         use_own_cores()
         self.device = torch.device("cpu")
@@ -60,6 +60,11 @@ class IpexBackend:
         self.choices: dict[str, str] = {}
         self._folder = folder
         self._ipex = _load()
+        if self.dtype == torch.bfloat16 and not self._ipex._C.onednn_has_bf16_support():
+            raise UsageError(
+                "IPEX computes in bf16 on CPUs with AVX512 only, and this one has none. Use --mixed_precision no, or "
+                "--backend cpu, which computes bf16 in float32."
+            )
 
     def prepare(self, model: Model) -> None:
         """IPEX's convolutions and linear layers with packed weights, in UNet and VAE."""

@@ -28,8 +28,6 @@ from tests.support.command import ROOT
 from tests.support.hosts import HOME, INTERFACE, Cluster, Host, cluster
 from tests.support.mpi import finish, metrics, ranks, training_options
 
-pytestmark = pytest.mark.xdist_group("health")  # they share hosts that take long to make
-
 SSHD = (shutil.which("sshd", path="/usr/sbin:/usr/bin") or "sshd", "-f", "/run/ssh/config")
 SITE = Path(sysconfig.get_path("purelib"))
 AMX = "amx_bf16 amx_tile amx_int8"

@@ -36,8 +36,6 @@ from tests.support.mpi import ranks
 from tests.support.namespaces import Command
 from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.xdist_group("train --on")  # they share hosts that take long to make
-
 REGION = "eu-central-1"
 INSTANCES = """
 import boto3

@@ -15,8 +15,6 @@ from tests.support.hosts import HOME, Cluster, Host, cluster
 from tests.support.mpi import MPICH, OUTPUT, Run, finish, launch, metrics, ranks, start, write_hosts_file
 from tests.support.namespaces import Command
 
-pytestmark = pytest.mark.xdist_group("training on hosts")  # they share hosts that take long to make
-
 GLOBAL_BATCH = 6
 VARIANTS = 10  # of the bundled pictures: five, and each mirrored
 # The order in which float32 gradients are summed differs; losses and rows are of the order of 1 and 0.01.

@@ -35,7 +35,7 @@ EMBEDDING_FOLDERS = ("stable-diffusion-webui/embeddings", "ComfyUI/models/embedd
 SHORTER = {
     r"(--max_train_steps[ =])\d+": r"\g<1>2",
     r"(--resolution[ =])512": r"\g<1>64",
-    r"(--mixed_precision[ =])bf16": r"\g<1>no",  # ten times slower on a CPU without it
+    r"(--mixed_precision[ =])bf16": r"\g<1>no",  # a CPU without it is slower
 }
 """All that is changed in a line before it runs. The line as it stands is parsed."""
 
@@ -70,8 +70,8 @@ class Reader:
                 check(self, line)
                 return
         parse_training(self, line)
-        for long, short in SHORTER.items():
-            line = re.sub(long, short, line)
+        for written, shorter in SHORTER.items():
+            line = re.sub(written, shorter, line)
         words = shlex.split(line, comments=True)
         if words[0] == "icom":
             done = self.icom(*words[1:])

@@ -60,7 +60,7 @@ run: ## Run CMD="..." in the environment
 	$(RUN) -- $(CMD)
 
 # Several tests at a time: many wait for other machines, or for what they started. REPORTS=FOLDER keeps JUnit's XML.
-PYTEST = python -m pytest -n logical --maxprocesses 8 $(if $(REPORTS),--junitxml=$(REPORTS)/$@.xml)
+PYTEST = python -m pytest -n logical --maxprocesses 8 --durations=20 $(if $(REPORTS),--junitxml=$(REPORTS)/$@.xml)
 COMPUTING = tests/icom/backends tests/icom/engine tests/icom/test_doctor.py
 
 .PHONY: test

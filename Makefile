@@ -59,8 +59,10 @@ scaling: ## Compute how training scales over hosts; fills the tables of docs/sca
 run: ## Run CMD="..." in the environment
 	$(RUN) -- $(CMD)
 
-# Several tests at a time: many wait for other machines, or for what they started. REPORTS=FOLDER keeps JUnit's XML.
-PYTEST = python -m pytest -n logical --maxprocesses 8 --durations=20 $(if $(REPORTS),--junitxml=$(REPORTS)/$@.xml)
+# Several tests at a time, one more than there are cores: many wait for other machines, or for what they started.
+# REPORTS=FOLDER keeps JUnit's XML.
+WORKERS = $(shell echo $$(($$(nproc) + 1)))
+PYTEST = python -m pytest -n $(WORKERS) --maxprocesses 8 --durations=20 $(if $(REPORTS),--junitxml=$(REPORTS)/$@.xml)
 COMPUTING = tests/icom/backends tests/icom/engine tests/icom/test_doctor.py
 
 .PHONY: test

@@ -1,4 +1,7 @@
-"""Bad input to `icom generate`: see test_bad_input.py."""
+"""Bad input to `icom generate`: see test_bad_input.py.
+
+Guards icom.generate.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Bad input: the exit code, and a message that says what is wrong, where, and what to do. Nothing heavy runs."""
+"""Bad input: the exit code, and a message that says what is wrong, where, and what to do. Nothing heavy runs.
+
+Guards icom.config, icom.images and icom.models.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""icom.checkpoint: whenever a process is killed, the newest complete checkpoint is found."""
+"""icom.checkpoint: whenever a process is killed, the newest complete checkpoint is found.
+
+Guards icom.checkpoint.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The command line: its surface, its files, its speed."""
+"""The command line: its surface, its files, its speed.
+
+Guards icom.cli and icom.config.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Learning can be seen: the concept score before and after training."""
+"""Learning can be seen: the concept score before and after training.
+
+Guards icom.demo.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Several processes: where each stands, what they tell each other, and that one's end is everybody's."""
+"""Several processes: where each stands, what they tell each other, and that one's end is everybody's.
+
+Guards icom.distributed and icom.group.
+"""
 
 from __future__ import annotations
 

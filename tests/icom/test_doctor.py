@@ -1,4 +1,7 @@
-"""`icom doctor`: run for real, with real things wrong; the rules of single checks at their borders."""
+"""`icom doctor`: run for real, with real things wrong; the rules of single checks at their borders.
+
+Guards icom.doctor.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""icom.embedding_file: embeddings of other tools, `icom convert`, `--embedding` from the Hub and as FILE=word."""
+"""icom.embedding_file: embeddings of other tools, `icom convert`, `--embedding` from the Hub and as FILE=word.
+
+Guards icom.embedding_file.
+"""
 
 from __future__ import annotations
 

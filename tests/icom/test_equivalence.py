@@ -1,4 +1,7 @@
-"""Row-only training gives the vectors of the field's usual way: train the whole table, put the other rows back."""
+"""Row-only training gives the vectors of the field's usual way: train the whole table, put the other rows back.
+
+Guards icom.embedding, icom.objective and icom.train.
+"""
 
 from __future__ import annotations
 

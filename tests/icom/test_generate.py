@@ -1,4 +1,7 @@
-"""`icom generate`, and the pictures, plots and texts that a training run leaves."""
+"""`icom generate`, and the pictures, plots and texts that a training run leaves.
+
+Guards icom.generate and icom.report.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The pages docs/coming-from-*.md: each of their command lines runs word for word, each option in them exists."""
+"""The pages docs/coming-from-*.md: each of their command lines runs word for word, each option in them exists.
+
+Guards docs/coming-from-*.md.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Upload to and download from a Hub on loopback."""
+"""Upload to and download from a Hub on loopback.
+
+Guards icom.hub and icom.models.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Pictures become the pixels that diffusers' script makes of them."""
+"""Pictures become the pixels that diffusers' script makes of them.
+
+Guards icom.images and icom.captions.
+"""
 
 from __future__ import annotations
 

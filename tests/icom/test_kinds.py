@@ -1,4 +1,7 @@
-"""icom/kinds.py: a model that icom does not train is named, before anything large is fetched or read."""
+"""icom/kinds.py: a model that icom does not train is named, before anything large is fetched or read.
+
+Guards icom.kinds.
+"""
 
 from __future__ import annotations
 

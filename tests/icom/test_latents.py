@@ -1,4 +1,7 @@
-"""The latent cache keeps the distribution and survives damage."""
+"""The latent cache keeps the distribution and survives damage.
+
+Guards icom.latents.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a package of icom says of its license (pyproject.toml, LICENSE, NOTICE)."""
+"""What a package of icom says of its license (pyproject.toml, LICENSE, NOTICE).
+
+Guards LICENSE, NOTICE and pyproject.toml.
+"""
 
 import email
 import hashlib

@@ -1,4 +1,7 @@
-"""icom.liveness: who is gone is noticed, told once, and ends icom's own processes and no others."""
+"""icom.liveness: who is gone is noticed, told once, and ends icom's own processes and no others.
+
+Guards icom.liveness and icom.signals.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""icom.lock: one run at a time in an output folder."""
+"""icom.lock: one run at a time in an output folder.
+
+Guards icom.lock.
+"""
 
 from __future__ import annotations
 

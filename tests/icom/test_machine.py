@@ -1,4 +1,7 @@
-"""Facts about the machine: on made-up /proc and /sys trees, and against other tools' truth on the real ones."""
+"""Facts about the machine: on made-up /proc and /sys trees, and against other tools' truth on the real ones.
+
+Guards icom.machine.
+"""
 
 from __future__ import annotations
 

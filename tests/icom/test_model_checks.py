@@ -1,4 +1,7 @@
-"""icom/model_checks.py: models from strangers end in a message, before anything is built."""
+"""icom/model_checks.py: models from strangers end in a message, before anything is built.
+
+Guards icom.model_checks.
+"""
 
 from __future__ import annotations
 

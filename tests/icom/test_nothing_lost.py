@@ -1,4 +1,7 @@
-"""Runs that end badly keep what they had: full disk, NaN, Ctrl-C, checkpoints that are damaged or of another run."""
+"""Runs that end badly keep what they had: full disk, NaN, Ctrl-C, checkpoints that are damaged or of another run.
+
+Guards icom.checkpoint, icom.files and icom.signals.
+"""
 
 from __future__ import annotations
 

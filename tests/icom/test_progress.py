@@ -1,4 +1,7 @@
-"""icom.progress: bars on terminals, few lines elsewhere."""
+"""icom.progress: bars on terminals, few lines elsewhere.
+
+Guards icom.progress.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""icom.prompts, and the captions' part of icom.embedding: no learned word without effect goes unnoticed."""
+"""icom.prompts, and the captions' part of icom.embedding: no learned word without effect goes unnoticed.
+
+Guards icom.prompts and icom.embedding.
+"""
 
 from __future__ import annotations
 

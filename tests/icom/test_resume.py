@@ -1,4 +1,7 @@
-"""A run that was interrupted anywhere, and resumed, is the run that was not."""
+"""A run that was interrupted anywhere, and resumed, is the run that was not.
+
+Guards icom.checkpoint and icom.train.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The sample stream: a pure function of (seed, index) with the distribution of a shuffled dataset."""
+"""The sample stream: a pure function of (seed, index) with the distribution of a shuffled dataset.
+
+Guards icom.sampling.
+"""
 
 from __future__ import annotations
 

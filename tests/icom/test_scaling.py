@@ -1,4 +1,7 @@
-"""Processes on one machine measured for real, and the model of many hosts against what can be computed by hand."""
+"""Processes on one machine measured for real, and the model of many hosts against what can be computed by hand.
+
+Guards icom.ranks, icom.scaling and icom.allreduce.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The set-up as a user meets it (icom/setup_env.py, the Makefile): make, real venvs and pip, local wheels, servers."""
+"""The set-up as a user meets it (icom/setup_env.py, the Makefile): make, real venvs and pip, local wheels, servers.
+
+Guards icom.setup_env and the Makefile.
+"""
 
 import importlib.util
 import re

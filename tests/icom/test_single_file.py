@@ -1,4 +1,7 @@
-"""icom/single_file.py: checkpoints in one file train and draw as the same model in a folder, or say why not."""
+"""icom/single_file.py: checkpoints in one file train and draw as the same model in a folder, or say why not.
+
+Guards icom.single_file.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Trackers, for real and without a network."""
+"""Trackers, for real and without a network.
+
+Guards icom.tracking.
+"""
 
 from __future__ import annotations
 

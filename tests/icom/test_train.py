@@ -1,4 +1,7 @@
-"""What a training run does and leaves behind."""
+"""What a training run does and leaves behind.
+
+Guards icom.train, icom.run and icom.results.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What cannot work is refused in the user's words before anything is made."""
+"""What cannot work is refused in the user's words before anything is made.
+
+Guards provisioning.config, survey and plan.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The image that nodes start from: baked once per content of the project, used by all, removed when asked."""
+"""The image that nodes start from: baked once per content of the project, used by all, removed when asked.
+
+Guards provisioning.bake, images and install.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The box itself: what an instance that was set up by hand holds reaches those that start from its image."""
+"""The box itself: what an instance that was set up by hand holds reaches those that start from its image.
+
+Guards tests/support/box.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""--max_hours: what a node does at boot, and one end for all nodes of a cluster."""
+"""--max_hours: what a node does at boot, and one end for all nodes of a cluster.
+
+Guards provisioning.userdata and on_node.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A cluster's whole life: the very script that runs on AWS, tests/support/real_life.py, in the box."""
+"""A cluster's whole life: the very script that runs on AWS, tests/support/real_life.py, in the box.
+
+Guards all of provisioning.
+"""
 
 from __future__ import annotations
 

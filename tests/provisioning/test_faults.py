@@ -1,4 +1,7 @@
-"""A fault at every call that `icom provision` makes: afterwards nothing is left, or a second call completes it."""
+"""A fault at every call that `icom provision` makes: afterwards nothing is left, or a second call completes it.
+
+Guards provisioning.provision, ec2 and teardown.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """What nodes are told about training, and the health check over them: on hosts, over real ssh, with a real mpirun.
 
 ~/icom of every host is this checkout, and the environment is the one that runs the tests, which the hosts' sshd names.
+
+Guards provisioning.health, environment and on_node.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""provisioning.teardown, strays and launches where EC2 does not keep its word: nothing is left unsaid."""
+"""provisioning.teardown, strays and launches where EC2 does not keep its word: nothing is left unsaid.
+
+Guards provisioning.teardown, strays and ec2.
+"""
 
 from __future__ import annotations
 

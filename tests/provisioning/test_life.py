@@ -1,4 +1,7 @@
-"""A cluster's life through the command line: made, completed, looked at, stopped, started, removed."""
+"""A cluster's life through the command line: made, completed, looked at, stopped, started, removed.
+
+Guards provisioning.provision, power and teardown.
+"""
 
 from __future__ import annotations
 

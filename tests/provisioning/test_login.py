@@ -1,4 +1,7 @@
-"""Logging in to a host that is not ready for it: a real sshd, which gets its authorized key late or never."""
+"""Logging in to a host that is not ready for it: a real sshd, which gets its authorized key late or never.
+
+Guards provisioning.ssh.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""tests/support/real_life.py removes what it made, whatever happens: it is what runs on AWS, for money."""
+"""tests/support/real_life.py removes what it made, whatever happens: it is what runs on AWS, for money.
+
+Guards tests/support/real_life.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""provisioning.ec2's rules of the security group: whoever is let in besides, in whichever way, is shut out and told."""
+"""provisioning.ec2's rules of the security group: whoever is let in besides, in whichever way, is shut out and told.
+
+Guards provisioning.ec2 and power.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`provisioning/scrub.py` on a file tree as an instance has it after cloud-init, logins, a set-up and a training."""
+"""`provisioning/scrub.py` on a file tree as an instance has it after cloud-init, logins, a set-up and a training.
+
+Guards provisioning.scrub.
+"""
 
 from __future__ import annotations
 

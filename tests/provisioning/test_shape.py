@@ -1,4 +1,7 @@
-"""A second call meets a cluster of another account, with another key, or of another shape."""
+"""A second call meets a cluster of another account, with another key, or of another shape.
+
+Guards provisioning.survey.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The Include in ~/.ssh/config, on a host with a home of its own: what counts is what ssh itself then says."""
+"""The Include in ~/.ssh/config, on a host with a home of its own: what counts is what ssh itself then says.
+
+Guards provisioning.sshinclude.
+"""
 
 from __future__ import annotations
 

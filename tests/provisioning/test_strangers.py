@@ -1,4 +1,7 @@
-"""icom.names where EC2's tags, options and files of strangers come in: what they say reaches no file, shell or ssh."""
+"""icom.names where EC2's tags, options and files of strangers come in: what they say reaches no file, shell or ssh.
+
+Guards icom.names, provisioning.cluster and sshfiles.
+"""
 
 from __future__ import annotations
 

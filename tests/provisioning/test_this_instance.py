@@ -1,4 +1,7 @@
-"""`icom provision --from_this_instance`: an EC2 instance somebody works on becomes the master, and stays as it was."""
+"""`icom provision --from_this_instance`: an EC2 instance somebody works on becomes the master, and stays as it was.
+
+Guards provisioning.this_instance.
+"""
 
 from __future__ import annotations
 

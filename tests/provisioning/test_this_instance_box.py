@@ -1,4 +1,7 @@
-"""`icom provision --from_this_instance` in the box: the user's host is the instance, a worker starts from its disk."""
+"""`icom provision --from_this_instance` in the box: the user's host is the instance, a worker starts from its disk.
+
+Guards provisioning.this_instance.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a failed `icom provision` tells, and leaves for who looks."""
+"""What a failed `icom provision` tells, and leaves for who looks.
+
+Guards provisioning.provision.
+"""
 
 from __future__ import annotations
 

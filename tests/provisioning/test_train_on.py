@@ -2,6 +2,8 @@
 
 EC2 is moto's server on the laptop; its instances have the hosts' addresses. The nodes are as `icom provision` leaves
 them: the project in ~/icom, its environment in the login shell's PATH, ~/hosts, ssh from the master to the workers.
+
+Guards provisioning.train_on and transfer.
 """
 
 from __future__ import annotations

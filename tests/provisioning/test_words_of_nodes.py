@@ -1,4 +1,7 @@
-"""What a node says or sends, as provisioning's nodes, train_on and transfer take it: parsed, refused or shown plain."""
+"""What a node says or sends, as provisioning's nodes, train_on and transfer take it: parsed, refused or shown plain.
+
+Guards icom.names, provisioning.on_node, relay and transfer.
+"""
 
 from __future__ import annotations
 

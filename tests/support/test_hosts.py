@@ -1,4 +1,7 @@
-"""The hosts themselves: what they have of their own, what can happen to them, and that nothing of them stays."""
+"""The hosts themselves: what they have of their own, what can happen to them, and that nothing of them stays.
+
+Guards tests/support/hosts.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""tests/support/reaper.py, with tests/conftest.py: whatever ends a test run, nothing that it started goes on."""
+"""tests/support/reaper.py, with tests/conftest.py: whatever ends a test run, nothing that it started goes on.
+
+Guards tests/support/reaper.py and tests/conftest.py.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """One suite for every backend that is present: the same numbers as stock PyTorch; and what happens where one is not.
 
 Under the usual environment that is cpu alone; `make test-ipex` runs it with the real IPEX.
+
+Guards icom.backends.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The engine's fast paths against stock PyTorch and diffusers."""
+"""The engine's fast paths against stock PyTorch and diffusers.
+
+Guards icom.engine.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A process, a host or the network is gone in the middle of a run, or the hosts do not fit together from the start."""
+"""A process, a host or the network is gone in the middle of a run, or the hosts do not fit together from the start.
+
+Guards icom.liveness, icom.group and icom.launch.
+"""
 
 from __future__ import annotations
 

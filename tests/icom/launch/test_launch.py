@@ -1,6 +1,8 @@
 """`icom launch` on this machine: the hosts file, the command lines, what is refused before anything starts.
 
 What runs over ssh on several hosts is tested in tests/icom/launch/test_training_on_hosts.py.
+
+Guards icom.launch.commands, hosts and mpi.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 A stand-in for `ssh` runs the command that it is given on this machine, and makes it differ by the host's name; the real
 one is in tests/icom/launch/test_training_on_hosts.py.
+
+Guards icom.launch.checks, probe and digests.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What a run on several machines finds in its environment: from the network, from each host, from the user."""
+"""What a run on several machines finds in its environment: from the network, from each host, from the user.
+
+Guards icom.launch.environment and on_host.
+"""
 
 from __future__ import annotations
 

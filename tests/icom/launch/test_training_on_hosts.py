@@ -1,4 +1,7 @@
-"""One run on several hosts gives what it gives on one."""
+"""One run on several hosts gives what it gives on one.
+
+Guards icom.train and icom.launch.
+"""
 
 from __future__ import annotations
 

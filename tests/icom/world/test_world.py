@@ -1,4 +1,7 @@
-"""The world of the bundled model: pictures, captions, judge, and whether the model draws what it is told."""
+"""The world of the bundled model: pictures, captions, judge, and whether the model draws what it is told.
+
+Guards icom.world.
+"""
 
 from __future__ import annotations
 

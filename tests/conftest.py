@@ -95,8 +95,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> OneByOn
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest first: with several workers nobody waits at the end for one that has just begun."""
-    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+    """The longest first: with several workers nobody waits at the end for one that has just begun.
+
+    The tests of a file in TOGETHER are one piece of work, and stay in the file's order.
+    """
+
+    def is_short(item: pytest.Item) -> bool:
+        return item.nodeid.partition("::")[0] not in TOGETHER and item.get_closest_marker("long") is None
+
+    items.sort(key=is_short)
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ Amazon Linux: dnf install python3.11; any: make install-miniconda) or give it: m
 SETUP = $(or $(PYTHON),$(error $(NO_PYTHON))) -I icom/setup_env.py
 # Runs a command in the environment, which it builds first where it is missing or out of date.
 RUN = @$(SETUP) run
-CODE = icom provisioning tests textual_inversion_icom.py
+CODE = icom provisioning tests tools textual_inversion_icom.py
 
 .PHONY: help
 help: ## Show this list
@@ -49,11 +49,11 @@ bench: ## Measure the speed of SD1.5's training step against the reference scrip
 
 .PHONY: evaluate-bundled
 evaluate-bundled: ## Measure bundled model, judge and concepts (ten minutes); writes benchmarks/bundled-model.*
-	$(RUN) -- python -m icom.world.evaluate
+	$(RUN) -- python -m tools.world.evaluate
 
 .PHONY: scaling
 scaling: ## Compute how training scales over hosts; fills the tables of docs/scaling.md
-	$(RUN) -- python -m icom.scaling
+	$(RUN) -- python -m tools.scaling
 
 .PHONY: run
 run: ## Run CMD="..." in the environment
@@ -63,7 +63,7 @@ run: ## Run CMD="..." in the environment
 # REPORTS=FOLDER keeps JUnit's XML.
 WORKERS = $(shell echo $$(($$(nproc) + 1)))
 PYTEST = python -m pytest -n $(WORKERS) --maxprocesses 8 --durations=20 $(if $(REPORTS),--junitxml=$(REPORTS)/$@.xml)
-COMPUTING = tests/icom/backends tests/icom/engine tests/icom/test_doctor.py
+COMPUTING = tests/icom/backends tests/icom/engine tests/icom/commands/test_doctor.py
 
 .PHONY: test
 test: ## Run the tests that a change needs: a thin path through everything
@@ -96,7 +96,7 @@ test-aws: ## Provision, train on and tear down a real cluster on AWS: says what 
 lint: ## Check style and types
 	$(RUN) --extra dev -- ruff check $(CODE)
 	$(RUN) --extra dev -- ruff format --check $(CODE)
-	$(RUN) --extra dev -- mypy icom provisioning textual_inversion_icom.py
+	$(RUN) --extra dev -- mypy icom provisioning tools textual_inversion_icom.py
 
 .PHONY: format
 format: ## Put the code into the common style

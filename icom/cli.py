@@ -48,13 +48,13 @@ from provisioning.config import (
 )
 
 COMMANDS: dict[str, tuple[Any, str]] = {
-    "demo": (DemoConfig, "icom.demo:demo"),
-    "train": (TrainConfig, "icom.train:train"),
-    "generate": (GenerateConfig, "icom.generate:generate"),
-    "convert": (ConvertConfig, "icom.embedding_file:convert"),
-    "params": (ParamsConfig, "icom.params:params"),
-    "bench": (BenchConfig, "icom.bench:bench"),
-    "doctor": (DoctorConfig, "icom.doctor:doctor"),
+    "demo": (DemoConfig, "icom.commands.demo:demo"),
+    "train": (TrainConfig, "icom.training.train:train"),
+    "generate": (GenerateConfig, "icom.commands.generate:generate"),
+    "convert": (ConvertConfig, "icom.methods.embedding_file:convert"),
+    "params": (ParamsConfig, "icom.commands.params:params"),
+    "bench": (BenchConfig, "icom.bench.command:bench"),
+    "doctor": (DoctorConfig, "icom.commands.doctor:doctor"),
     "launch mpirun": (LaunchMpirunConfig, "icom.launch.commands:launch_mpirun"),
     "launch env": (LaunchEnvConfig, "icom.launch.commands:launch_env"),
     "provision": (ProvisionConfig, "provisioning.provision:provision"),

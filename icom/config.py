@@ -18,8 +18,8 @@ from typing import Any, Literal, TypeVar
 
 import tyro
 
-from icom.architectures import ArchitectureName
 from icom.errors import UsageError
+from icom.models.architectures import ArchitectureName
 
 REQUIRED: Any = "???"
 """OmegaConf's mark for a value that has to come from the configuration file or a flag."""

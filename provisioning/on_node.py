@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from icom import machine
-from icom.distributed import DEFAULT_PORT
 from icom.errors import IcomError
 from icom.files import write_atomically
+from icom.parallel.place import DEFAULT_PORT
 
 MARK = "icom-node: "
 """Before the lines that are for us: a shell's start files may talk too."""

@@ -173,27 +173,27 @@ def _inputs(config: TrainConfig) -> dict[str, Parcel]:
     Raises:
         IcomError: pictures or a model are no good.
     """
-    from icom import models
-    from icom.embedding_file import load_initial_rows
-    from icom.images import list_pictures
+    from icom.data.images import list_pictures
     from icom.launch import digests
+    from icom.methods.embedding_file import load_initial_rows
+    from icom.models import loading
 
     found = {}
     pictures = [picture.path for picture in list_pictures(config.train_data_dir)]
     if config.train_data_dir.partition(":")[0] != "bundled":
         found["train_data_dir"] = parcel("the pictures", pictures[0].parent, pictures)
     model, tokenizer = config.pretrained_model_name_or_path, config.tokenizer_name
-    if not models.is_hub_id(model):
+    if not loading.is_hub_id(model):
         if Path(model).expanduser().is_file():
             raise UsageError(
                 f"--on brings folders, and {model} is a single file. Name a folder in diffusers' layout, or bring the "
                 "file with icom push and train there."
             )
-        source = models.find(model, tokenizer_name=None, variant=config.variant)
-        if source.folder and source.folder != models.BUNDLE:
+        source = loading.find(model, tokenizer_name=None, variant=config.variant)
+        if source.folder and source.folder != loading.BUNDLE:
             files = digests.model_files(source.folder, config.variant, own_tokenizer=not tokenizer)
             found["pretrained_model_name_or_path"] = parcel("the model", source.folder, files)
-    if tokenizer and not models.is_hub_id(tokenizer):
+    if tokenizer and not loading.is_hub_id(tokenizer):
         root = Path(tokenizer).expanduser()
         if not root.is_dir():
             raise IcomError(f"No such tokenizer folder: {tokenizer}.")

@@ -19,7 +19,7 @@ from icom.errors import UsageError
 from icom.files import cache_folder, write_atomically, write_error
 
 if TYPE_CHECKING:
-    from icom.models import Model
+    from icom.models.loading import Model
 
 NAMES: tuple[BackendName, ...] = ("cpu", "ipex", "cuda")
 """What --backend takes beside `auto`."""

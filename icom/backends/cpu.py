@@ -16,7 +16,7 @@ from icom.engine.precision import product_dtype
 from icom.engine.threads import use_own_cores
 
 if TYPE_CHECKING:
-    from icom.models import Model
+    from icom.models.loading import Model
 
 
 ENGINE_FROM = 100_000_000

@@ -13,7 +13,7 @@ from icom.backends.shared import autocast_to, matrices_to
 from icom.errors import UsageError
 
 if TYPE_CHECKING:
-    from icom.models import Model
+    from icom.models.loading import Model
 
 AMPERE = (8, 0)
 """Compute capability from which GPUs compute in bf16."""

@@ -26,7 +26,7 @@ from icom.engine.threads import use_own_cores
 from icom.errors import UsageError
 
 if TYPE_CHECKING:
-    from icom.models import Model
+    from icom.models.loading import Model
 
 DISTRIBUTION = "intel-extension-for-pytorch"
 INSTALL = "`make setup-master ENV_MANAGER=venv VENV=.venv-ipex EXTRAS=ipex` makes an environment with both (extra ipex)"

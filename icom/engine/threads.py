@@ -7,7 +7,7 @@ import os
 import torch
 
 from icom import machine
-from icom.distributed import find_place
+from icom.parallel.place import find_place
 
 _OPENMP_BINDS = ("GOMP_CPU_AFFINITY", "OMP_PROC_BIND", "OMP_PLACES")
 """Not KMP_AFFINITY, which `accelerate launch` sets for everybody: it places threads inside the process's own cores."""

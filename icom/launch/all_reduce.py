@@ -10,8 +10,8 @@ import statistics
 import sys
 import time
 
-from icom.distributed import choose_collectives, find_place
 from icom.errors import IcomError
+from icom.parallel.place import choose_collectives, find_place
 from icom.signals import own_process
 
 CALLS = 21
@@ -26,7 +26,7 @@ def main() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # as for `icom train`
     import torch
 
-    from icom.group import joined
+    from icom.parallel.group import joined
 
     with joined(find_place(os.environ)) as group:
         collectives, _ = choose_collectives("auto", "gloo")

@@ -26,7 +26,7 @@ def pictures(folder: str) -> str:
     Raises:
         IcomError: from `list_pictures`.
     """
-    from icom.images import list_pictures
+    from icom.data.images import list_pictures
 
     listed = "\n".join(f"{picture.path.name} {picture.digest}" for picture in list_pictures(folder))
     return hashlib.sha256(listed.encode()).hexdigest()
@@ -40,15 +40,15 @@ def model(name: str, tokenizer_name: str | None, revision: str | None, variant: 
     Raises:
         IcomError: it is not on this machine, or not whole.
     """
-    from icom import models
-    from icom.single_file import TOKENIZER_HOME
+    from icom.models import loading
+    from icom.models.single_file import TOKENIZER_HOME
 
     found = [_tokenizer(tokenizer_name)] if tokenizer_name else []
     if name == "bundled" or name.startswith("random:"):
-        models.find(name)
+        loading.find(name)
         found.insert(0, name)  # its files are part of the code
-    elif not models.is_hub_id(name):
-        source = models.find(name, tokenizer_name=tokenizer_name, variant=variant)
+    elif not loading.is_hub_id(name):
+        source = loading.find(name, tokenizer_name=tokenizer_name, variant=variant)
         if source.file:
             found = found or [_tokenizer(TOKENIZER_HOME)]
             found.insert(0, f"{file(source.file.path)} {source.file.prediction}")
@@ -59,7 +59,7 @@ def model(name: str, tokenizer_name: str | None, revision: str | None, variant: 
     else:
         snapshot = _cached(name, revision)
         try:
-            models.find(str(snapshot), tokenizer_name=tokenizer_name, variant=variant)
+            loading.find(str(snapshot), tokenizer_name=tokenizer_name, variant=variant)
         except IcomError as error:
             raise IcomError(f"{error} Fetch it there: {_download_command(name, revision)}") from error
         found.insert(0, f"commit {snapshot.name}")
@@ -104,10 +104,10 @@ def _variant(weights: Path) -> str | None:
 
 
 def _tokenizer(name: str) -> str:
-    from icom import models
+    from icom.models import loading
 
     folder = Path(name).expanduser()
-    if models.is_hub_id(name):
+    if loading.is_hub_id(name):
         return f"tokenizer commit {_cached(name, None).name}"
     if not folder.is_dir():
         raise IcomError(f"No such tokenizer folder: {name}.")
@@ -124,7 +124,7 @@ def _cached(name: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    from icom.models import MOVED
+    from icom.models.loading import MOVED
 
     name = MOVED.get(name, name)
     try:

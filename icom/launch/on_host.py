@@ -9,9 +9,9 @@ import os
 import sys
 from pathlib import Path
 
-from icom.distributed import find_place
 from icom.errors import IcomError
 from icom.launch.environment import host_variables
+from icom.parallel.place import find_place
 
 
 def main(command: list[str]) -> None:

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from icom.world.concepts import EVERYTHING
 from icom.world.scene import BACKGROUNDS, COLOURS, PATTERNS, PLACES, SHAPES, SIZES, Scene, Thing, draw, random_scene
-from icom.world.training import Log, fit, to_pixels
+from tools.world.training import Log, fit, to_pixels
 
 if TYPE_CHECKING:
     from icom.world.scene import Point

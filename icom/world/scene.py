@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from PIL import Image, ImageDraw
 
-from icom.captions import TEMPLATES
+from icom.data.captions import TEMPLATES
 
 SIZE = 64
 """Pixels of a picture's side."""

@@ -18,9 +18,9 @@ from typing import get_args
 import pytest
 import yaml
 
-from icom.architectures import ARCHITECTURES, ArchitectureName
 from icom.cli import COMMANDS, given_options, parse
 from icom.config import BUNDLED_DEFAULTS, TrainConfig, load_train_config, to_yaml
+from icom.models.architectures import ARCHITECTURES, ArchitectureName
 from tests.support.command import ROOT, Result, start_process, train_arguments
 
 Icom = Callable[..., Result]
@@ -332,7 +332,7 @@ def test_params_of_a_folder_counts_its_weights(icom: Icom) -> None:
 
     from safetensors import safe_open
 
-    from icom.models import BUNDLE
+    from icom.models.loading import BUNDLE
 
     counts = json.loads(icom("params", str(BUNDLE), "--json").out)
     for part in ("text_encoder", "vae", "unet"):
@@ -389,7 +389,7 @@ def test_bench_sweep_writes_csv_and_plot(tmp_path: Path, icom: Icom) -> None:
 
 def test_operations_are_counted_and_not_assumed() -> None:
     """SD1.5 at 512 px: 803 GFLOP forward and 866 backward in the UNet alone, measured elsewhere with other tools."""
-    from icom.measure import count_flops
+    from icom.bench.measure import count_flops
 
     matmul, convolution = count_flops("sd15", 512, 1)
     assert matmul + convolution == pytest.approx(803 + 866, rel=0.03)

@@ -20,8 +20,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from icom.cli import COMMANDS
-from icom.images import BUNDLED_CONCEPTS
-from icom.models import BUNDLE
+from icom.data.images import BUNDLED_CONCEPTS
+from icom.models.loading import BUNDLE
 from provisioning.config import ProvisionConfig
 from tests.support.clone import TORCH, Clone, make_wheel
 from tests.support.command import ROOT, Run, long
@@ -165,7 +165,7 @@ NOT_RUN: dict[str, tuple[str, Callable[[Reader, str], None]]] = {
     r"make setup-master EXTRAS=": ("needs a network (tests/icom/test_setup_env.py): make -n", parse_make),
     r"make single-node-test": ("minutes on a CPU without bf16 (test_train.py runs such a line): make -n", parse_make),
     r"icom launch mpirun ": ("needs other hosts (tests/icom/launch has them): a dry run", parse_launch),
-    r"mpirun ": ("needs other hosts (tests/icom/test_distributed.py runs it): parsed", parse_mpirun),
+    r"mpirun ": ("needs other hosts (tests/icom/parallel/test_distributed.py runs it): parsed", parse_mpirun),
     r"icom (provision|teardown)\b": ("needs AWS and costs money (tests/provisioning): parsed", parse_only),
     r"icom train --on ": ("needs the cluster (tests/provisioning/test_train_on.py): parsed", parse_training),
     r"icom doctor\b": ("runs, but whether this machine is fit is not the page's affair", look),

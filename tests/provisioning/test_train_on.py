@@ -24,9 +24,9 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from icom.data.images import BUNDLED_CONCEPTS
 from icom.errors import UsageError
-from icom.images import BUNDLED_CONCEPTS
-from icom.models import BUNDLE
+from icom.models.loading import BUNDLE
 from provisioning.cluster import Node, role_names
 from provisioning.config import WhereConfig
 from provisioning.hostkeys import Folder

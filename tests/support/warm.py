@@ -104,9 +104,9 @@ def _serve(requests: socket.socket) -> None:
     """Fork for each request, until the other end is gone."""
     # What a run imports sooner or later; nothing here computes or starts a thread.
 
-    import icom.demo
-    import icom.generate
-    import icom.train  # noqa: F401
+    import icom.commands.demo
+    import icom.commands.generate
+    import icom.training.train  # noqa: F401
 
     while True:
         size, streams, _, _ = socket.recv_fds(requests, 4, 3, socket.MSG_WAITALL)

@@ -22,16 +22,17 @@ from accelerate import Accelerator
 from accelerate.commands.config.config_args import load_config_from_file
 from safetensors.torch import load_file
 
-from icom import backends, machine, models
+from icom import backends, machine
 from icom.backends import cuda, ipex
 from icom.backends.cpu import CpuBackend
 from icom.config import BackendName, TrainConfig
+from icom.data.images import list_pictures
 from icom.engine.precision import product_dtype
 from icom.errors import IcomError, UsageError
-from icom.images import list_pictures
-from icom.report import read_metrics
-from icom.run import prepare
-from icom.train import batch_loss
+from icom.models import loading
+from icom.training.report import read_metrics
+from icom.training.run import prepare
+from icom.training.train import batch_loss
 from tests.support.command import ROOT, Result, start_process, train_arguments
 
 Command = Callable[..., Result]
@@ -87,8 +88,8 @@ def test_learns_what_stock_pytorch_learns(backend: str, precision: str, tmp_path
     assert len(losses[0]) == STEPS
     assert losses[1] == pytest.approx(losses[0], rel=loss_tolerance)
     stock, tested = (load_file(tmp_path / folder / EMBEDDING)["<robot>"] for folder in runs)
-    text_encoder = models.load(models.find("bundled"), torch.float32).text_encoder
-    (start,) = models.load_tokenizer(models.find("bundled")).encode("toy", add_special_tokens=False)
+    text_encoder = loading.load(loading.find("bundled"), torch.float32).text_encoder
+    (start,) = loading.load_tokenizer(loading.find("bundled")).encode("toy", add_special_tokens=False)
     moved = (stock - text_encoder.get_input_embeddings().weight[start]).norm()
     assert (tested - stock).norm() <= rows_tolerance * moved
 
@@ -128,7 +129,7 @@ def through_the_unet(name: str, precision: str, engine: str) -> dict[str, torch.
     results = {}
     for mode in ("plain", "checkpointed"):
         backend, _ = backends.resolve(name, precision, engine)
-        model = models.load(models.find("bundled"), backend.dtype)
+        model = loading.load(loading.find("bundled"), backend.dtype)
         if mode == "checkpointed":
             model.unet.train()
             model.unet.enable_gradient_checkpointing()
@@ -337,7 +338,7 @@ def test_all_of_a_step_happens_on_the_device(property_: str, tmp_path: Path, fak
     """PyTorch's meta device stands in for the GPU: it has no numbers, but refuses operations with the CPU's tensors."""
     words = {"train_data_dir": "bundled", "placeholder_token": "<robot>", "initializer_token": "toy"}
     config = TrainConfig(**words, resolution=64, max_train_steps=1, seed=7)
-    model = models.load(models.find("bundled"), torch.float32)
+    model = loading.load(loading.find("bundled"), torch.float32)
     run = prepare(config, CpuBackend("no", "off", tmp_path), Accelerator(cpu=True), model, list_pictures("bundled"))
     model.noise_scheduler.register_to_config(prediction_type=property_)
     backend = cuda.CudaBackend("no")

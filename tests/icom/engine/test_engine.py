@@ -22,15 +22,15 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from icom import models
-from icom.architectures import build_unet
 from icom.backends.cpu import CpuBackend
 from icom.engine import attention, choices, cost, operators
 from icom.engine.blocks import ResidualBlock, Transformer, replace_attention, rewrite
 from icom.engine.choices import FILE, Choices, machine_key
 from icom.engine.layers import Packed, PackedConv2d, PackedLinear, Projections, can_pack, pack
 from icom.engine.precision import has_bf16, product_dtype
-from icom.report import read_metrics
+from icom.models import loading
+from icom.models.architectures import build_unet
+from icom.training.report import read_metrics
 from tests.support.command import Result
 
 WAYS = {
@@ -204,7 +204,7 @@ def run_unet(unet: Any, size: int, text_width: int, dtype: torch.dtype) -> list[
 @pytest.mark.parametrize("way", ["stock", "blocks, kept"])
 def test_rewritten_unet_is_the_unet(way: str, checkpointing: bool, dtype: torch.dtype) -> None:
     """The bundled UNet, all attention layers in the given way. float64 is the truth that both are held to."""
-    exact = models.load(models.find("bundled"), torch.float32).unet
+    exact = loading.load(loading.find("bundled"), torch.float32).unet
     unet = copy.deepcopy(exact).to(dtype)
     expected = run_unet(exact.double(), 8, 128, torch.float64)
     stock = run_unet(unet, 8, 128, dtype)
@@ -232,7 +232,7 @@ def test_all_of_the_real_architectures_is_known(architecture: Any) -> None:
 
 
 def test_rewritten_vae_and_text_encoder() -> None:
-    model = models.load(models.find("bundled"), torch.float32)
+    model = loading.load(loading.find("bundled"), torch.float32)
     torch.manual_seed(0)
     picture, ids = torch.randn(1, 3, 64, 64), torch.randint(0, 100, (2, 77))
 
@@ -251,7 +251,7 @@ def test_rewritten_vae_and_text_encoder() -> None:
 
 
 def test_engine_refuses_what_it_does_not_compute() -> None:
-    unet = models.load(models.find("bundled"), torch.float32).unet
+    unet = loading.load(loading.find("bundled"), torch.float32).unet
     rewrite(unet, attention.stock)
     with pytest.raises(NotImplementedError, match=r"encoder_attention_mask; use --engine off"):
         unet(torch.randn(1, 4, 8, 8), 5, torch.randn(1, 77, 128), encoder_attention_mask=torch.ones(1, 77))
@@ -459,7 +459,7 @@ def test_ranks_get_cores_of_their_own(set_by_user: dict[str, str], bound: bool, 
 def test_engine_option(engine: str, precision: str, packed: bool, tmp_path: Path) -> None:
     """`auto` leaves the small bundled model alone, and says so, unless its stock layers would emulate bf16."""
     backend = CpuBackend(precision, engine, tmp_path)
-    model = models.load(models.find("bundled"), backend.dtype)
+    model = loading.load(loading.find("bundled"), backend.dtype)
     backend.prepare(model)
     assert any(isinstance(module, PackedLinear) for module in model.unet.modules()) == packed
     assert ("stock layers" in backend.describe()) != packed

@@ -1,6 +1,6 @@
 """A process, a host or the network is gone in the middle of a run, or the hosts do not fit together from the start.
 
-Guards icom.liveness, icom.group and icom.launch.
+Guards icom.parallel.liveness, icom.parallel.group and icom.launch.
 """
 
 from __future__ import annotations

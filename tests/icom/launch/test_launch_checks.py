@@ -21,11 +21,11 @@ from pathlib import Path
 
 import pytest
 
-from icom.images import BUNDLED_CONCEPTS
+from icom.data.images import BUNDLED_CONCEPTS
 from icom.launch import checks, digests, probe
 from icom.launch.checks import Problem, Target, check
 from icom.launch.probe import Answer, Request, from_line, read_answer, to_line
-from icom.models import BUNDLE
+from icom.models.loading import BUNDLE
 from tests.support.command import ROOT
 
 SSH = """#!/bin/sh

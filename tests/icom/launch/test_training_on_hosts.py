@@ -1,6 +1,6 @@
 """One run on several hosts gives what it gives on one.
 
-Guards icom.train and icom.launch.
+Guards icom.training.train and icom.launch.
 """
 
 from __future__ import annotations

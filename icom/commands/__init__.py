@@ -1,0 +1,1 @@
+"""The commands besides training, measuring and launching."""

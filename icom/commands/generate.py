@@ -1,0 +1,221 @@
+"""`icom generate`: draw pictures with learned words."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from icom import backends
+from icom.config import GenerateConfig, check_resolution, read_yaml
+from icom.engine.memory import keep_freed_memory
+from icom.errors import IcomError, UsageError
+from icom.files import make_writable_folder
+from icom.methods.embedding_file import Word, find_word
+from icom.methods.prompts import as_taught, check_prompts
+from icom.methods.textual_inversion import known_tokens, placeholder_tokens, suggestion
+from icom.models import loading
+from icom.progress import progress
+from icom.training.report import A1111_SAMPLERS, drawn_with, grid, save_png
+
+if TYPE_CHECKING:
+    from diffusers import StableDiffusionPipeline
+    from PIL import Image
+
+
+def generate(config: GenerateConfig) -> None:
+    """Write one PNG per prompt and seed, and optionally a grid.
+
+    Raises:
+        IcomError: bad embedding file, model, or output folder.
+        UsageError: no prompt, unreadable prompts file.
+    """
+    keep_freed_memory()
+    prompts = all_prompts(config)
+    if config.resolution is not None:
+        check_resolution(config.resolution)
+    for name in ("num_images_per_prompt", "num_inference_steps"):
+        if getattr(config, name) < 1:
+            raise UsageError(f"--{name} has to be at least 1.")
+    first_seeds = _flat(config.seed) or [0]
+    for seed in first_seeds:
+        if not 0 <= seed < 2**63 - config.num_images_per_prompt:
+            raise UsageError(f"--seed has to be between 0 and 2^63 - 1, not {seed}.")
+    backend, reason = backends.resolve(config.backend, config.mixed_precision, config.engine)
+    words = [find_word(name) for name in _flat(config.embedding)]
+    trained_on = _trained_on(words[0].path.parent / "config.yaml") if words else {}
+    name = config.pretrained_model_name_or_path or trained_on.get(_MODEL) or "bundled"
+    if name != trained_on.get(_MODEL):
+        trained_on = {}  # the others belong to that model
+    source = loading.find(
+        name,
+        tokenizer_name=config.tokenizer_name or trained_on.get("tokenizer_name"),
+        revision=config.revision or trained_on.get("revision"),
+        variant=config.variant or trained_on.get("variant"),
+    )
+    output = Path(config.output_dir)
+    make_writable_folder(output)
+    model = loading.load(source, backend.dtype)
+    _teach(model, words)
+    prompts = [as_taught(prompt, words) for prompt in prompts]
+    negative_prompt = as_taught(config.negative_prompt, words) if config.negative_prompt else None
+    effective = negative_prompt if config.guidance_scale > 1 else None
+    for warning in check_prompts(model.tokenizer, prompts, effective, words):
+        print(f"icom: {warning}", file=sys.stderr)
+    backend.prepare(model)
+    pipeline = loading.pipeline_of(model, config.scheduler)
+    try:
+        pipeline.scheduler.set_timesteps(config.num_inference_steps)
+    except (ValueError, IndexError) as error:
+        raise UsageError(
+            f"--scheduler {config.scheduler} cannot do --num_inference_steps {config.num_inference_steps} ({error}). "
+            "Try 25."
+        ) from error
+
+    print(f"icom: {backend.describe()} ({reason})", flush=True)
+    seeds = [seed + offset for seed in first_seeds for offset in range(config.num_images_per_prompt)]
+    images = []
+    jobs = [(number, prompt, seed) for number, prompt in enumerate(prompts) for seed in seeds]
+    for number, prompt, seed in progress(jobs, "pictures", "picture"):
+        with backend.autocast():
+            image = draw(
+                pipeline,
+                prompt,
+                seed,
+                steps=config.num_inference_steps,
+                guidance=config.guidance_scale,
+                negative_prompt=negative_prompt,
+                resolution=config.resolution,
+            )
+        parameters = drawn_with(
+            prompt,
+            negative_prompt,
+            steps=config.num_inference_steps,
+            sampler=A1111_SAMPLERS.get(config.scheduler, type(pipeline.scheduler).__name__),
+            guidance=config.guidance_scale,
+            seed=seed,
+            size=image.size,
+            model=Path(source.name).name if Path(source.name).is_dir() else source.name,  # no places of this machine
+        )
+        save_png(image, output / f"{number:03d}-{_slug(prompt)}-seed{seed}.png", parameters)
+        images.append(image)
+    if config.grid:
+        save_png(grid(images, columns=len(seeds)), output / "grid.png")
+    print(f"{len(images)} pictures in {output}" + (f", all in {output / 'grid.png'}" if config.grid else ""))
+
+
+def _teach(model: loading.Model, words: Sequence[Word]) -> None:
+    """Put learned words into tokenizer and text encoder."""
+    source = model.source
+    width = model.text_encoder.config.hidden_size
+    for word in words:
+        if word.rows.shape[1] != width:
+            raise IcomError(
+                f"{word.path} holds rows of width {word.rows.shape[1]} and {source.name} has {width}: it was trained "
+                "for another kind of model. Name that with --pretrained_model_name_or_path."
+            )
+        if known := known_tokens(model.tokenizer, placeholder_tokens(word.token, len(word.rows))):
+            raise IcomError(
+                f"{word.path} holds {known[0]}, which is known already: from another --embedding, or from "
+                f"{source.name} (a word of its own, or made with --save_as_full_pipeline?). Leave one of them out, or "
+                f"name the word anew: --embedding FILE={suggestion(word.token)}."
+            )
+        loading.pipeline_of(model).load_textual_inversion({word.token: word.rows}, token=word.token)
+
+
+def draw(
+    pipeline: StableDiffusionPipeline,
+    prompt: str,
+    seed: int,
+    *,
+    steps: int = 25,
+    guidance: float = 7.5,
+    negative_prompt: str | None = None,
+    resolution: int | None = None,
+) -> Image.Image:
+    """Draw one picture. It depends on these arguments and the pipeline alone: not on a batch, nor on earlier calls.
+
+    Args:
+        pipeline: with the learned words in it.
+        prompt: text; learned words of several rows are expanded.
+        seed: of the initial noise (and the sampler's, where it is stochastic).
+        steps: denoising steps.
+        guidance: classifier-free guidance scale (Ho & Salimans 2022).
+        negative_prompt: what to steer away from.
+        resolution: pixels; None for the model's own.
+    """
+    with torch.no_grad():
+        image: Image.Image = pipeline(
+            prompt,
+            negative_prompt=negative_prompt,
+            num_inference_steps=steps,
+            guidance_scale=guidance,
+            height=resolution,
+            width=resolution,
+            generator=torch.Generator("cpu").manual_seed(seed),
+        ).images[0]
+    return image
+
+
+def draw_together(
+    pipeline: StableDiffusionPipeline, prompts: Sequence[str], seeds: Sequence[int], guidance: float = 7.5
+) -> list[Image.Image]:
+    """Draw a picture per prompt and seed in one batch: for small models, where a batch costs little more than one.
+
+    The noise is that of `draw`; the pictures differ from its by rounding only.
+    """
+    generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
+    with torch.no_grad():
+        images: list[Image.Image] = pipeline(
+            list(prompts), num_inference_steps=25, guidance_scale=guidance, generator=generators
+        ).images
+    return images
+
+
+def all_prompts(config: GenerateConfig) -> list[str]:
+    """Prompts from --prompt and --prompts_file, in that order.
+
+    Raises:
+        UsageError: there are none, or the file cannot be read.
+    """
+    prompts = _flat(config.prompt)
+    if config.prompts_file:
+        try:
+            lines = Path(config.prompts_file).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"Cannot read --prompts_file {config.prompts_file}: {error}") from error
+        prompts += [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
+    if not prompts:
+        raise UsageError('No prompt. Give one with --prompt "a photo of <dicoo>" or --prompts_file FILE.')
+    return prompts
+
+
+_Item = TypeVar("_Item")
+_MODEL = "pretrained_model_name_or_path"
+
+
+def _trained_on(path: Path) -> dict[str, str]:
+    """The model options of the run that made an embedding, where its config.yaml lies beside it."""
+    if not path.is_file():
+        return {}
+    try:
+        values = read_yaml(str(path))
+    except UsageError as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        print(f"icom: {reason}. Beside an embedding it names the model; going on without.", file=sys.stderr)
+        return {}
+    names = (_MODEL, "tokenizer_name", "revision", "variant")
+    return {name: values[name] for name in names if isinstance(values.get(name), str)}
+
+
+def _flat(groups: list[list[_Item]]) -> list[_Item]:
+    """The values of an option that may be repeated, in their order."""
+    return [value for group in groups for value in group]
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:48] or "prompt"

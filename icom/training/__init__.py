@@ -1,0 +1,1 @@
+"""The training run: its loop, its checkpoints, and what it shows and leaves."""

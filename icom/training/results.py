@@ -1,0 +1,211 @@
+"""What a run shows while it trains and leaves at its end."""
+
+from __future__ import annotations
+
+import io
+import resource
+import shlex
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+
+from icom.commands.generate import draw
+from icom.errors import IcomError
+from icom.files import make_writable_folder, write_atomically
+from icom.methods.embedding_file import OPENS_IN, named_by_file, save_embedding
+from icom.models import hub, loading
+from icom.progress import progress
+from icom.training import tracking
+from icom.training.checkpoint import VALIDATION, State
+from icom.training.report import grid, loss_curve, model_card, save_png
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from icom.training.run import Run
+
+EMBEDDING = "learned_embeds.safetensors"
+SHARE_FOR_PICTURES, CHEAP_PICTURES = 0.25, 10.0
+"""Comparison pictures that nobody asked for may take this share of the training's time, or so many seconds."""
+SAMPLES_PER_PICTURE = 27
+"""A picture costs about as much as so many samples of a training step: 25 steps with guidance are 50 forward passes, a
+sample is a forward and a backward pass; decoding is the rest."""
+
+
+def say_start(run: Run, reason: str, state: State, repository: str | None) -> None:
+    """One line: what computes, what is trained, what came from the cache. Others: what is slow, what is uploaded."""
+    config, moments = run.config, run.moments
+    rows = run.concept.rows
+    variants = moments.mean.shape[0] * moments.mean.shape[1]
+    over = f" over {run.group.collectives}" if run.group.collectives else ""
+    resumed = f" · resumed after step {state.step}" if state.step else ""
+    print(
+        f"icom: {run.backend.describe()} ({reason}) · {rows.numel()} trainable numbers ({rows.shape[0]} x "
+        f"{rows.shape[1]}) · latent cache {moments.hits}/{variants} hits · total batch {run.samples_per_step} "
+        f"({config.train_batch_size} x {run.group.size} processes{over} x "
+        f"{config.gradient_accumulation_steps} accumulated) · seed {config.seed}{resumed}",
+        flush=True,
+    )
+    if advice := run.backend.advice():
+        print(f"icom: {advice}", file=sys.stderr)
+    if repository:
+        what = "the embedding, the whole pipeline" if config.save_as_full_pipeline else "the embedding"
+        without = "" if config.save_as_full_pipeline else " The whole pipeline: with --save_as_full_pipeline."
+        print(f"icom: at the end {what} and the model card go to {repository} on the Hub.{without}", flush=True)
+
+
+def validate(run: Run, step: int) -> None:
+    """Draw --validation_prompt with the modules that are in memory; all validations of a run use the same noise."""
+    config = run.config
+    assert config.validation_prompt is not None
+    assert config.seed is not None
+    seeds = range(config.seed, config.seed + config.num_validation_images)
+    images = _draw(run, config.validation_prompt, list(seeds), "validation")
+    folder = run.output / VALIDATION
+    make_writable_folder(folder)
+    save_png(grid(images, columns=min(4, len(images))), folder / f"step-{step}.png")
+    tracking.log_pictures(run.accelerator, "validation", images, step)
+
+
+def finish(
+    run: Run, initial_rows: torch.Tensor, rows: list[dict[str, Any]], repository: str | None, steps: int, began: float
+) -> None:
+    """Write the results, then say where they are and how to use them.
+
+    Args:
+        run: at its end.
+        initial_rows: what it started from, (vectors, width).
+        rows: its metrics.
+        repository: for the upload.
+        steps: done by this process; 0 after a resume at the end.
+        began: time.monotonic() of the start.
+    """
+    config, output = run.config, run.output
+    token, learned = config.placeholder_token, run.concept.rows
+    save_embedding(output / EMBEDDING, token, learned)
+    if config.no_safe_serialization:
+        buffer = io.BytesIO()
+        torch.save({token: learned.detach().cpu()}, buffer)
+        write_atomically(output / "learned_embeds.bin", buffer.getvalue())
+    loss_curve(rows, output / "loss.png")
+    pictures = ["loss.png"]
+    if count := _comparison_images(run, rows):
+        save_png(_comparison(run, initial_rows, count), output / "comparison.png")
+        pictures.insert(0, "comparison.png")
+    card = model_card(
+        token=token,
+        base_model=config.pretrained_model_name_or_path,
+        learnable_property=config.learnable_property,
+        steps=config.max_train_steps or 0,
+        pictures=pictures,
+    )
+    write_atomically(output / "README.md", card.encode())
+    trained = learned.detach().clone()
+    source = run.model.source
+    if config.save_as_full_pipeline:
+        del run.model, run.concept  # frees the training copy before the full-precision one is loaded
+        _save_full_pipeline(source, output, token, trained)
+    where = None
+    if repository:
+        where = hub.upload(output, repository, config.hub_token, pipeline=config.save_as_full_pipeline)
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    model = config.pretrained_model_name_or_path
+    arguments = ["--embedding", str(output / EMBEDDING), "--prompt", f"a photo of {token}"]
+    arguments += ["--pretrained_model_name_or_path", model, "--resolution", str(config.resolution)]
+    if config.mixed_precision != "no":
+        arguments += ["--mixed_precision", str(config.mixed_precision)]
+    done = f"Learned {token}" if steps else f"Step {config.max_train_steps} was done already: wrote {token} again"
+    print(f"\n{done} in {time.monotonic() - began:.0f} s, peak memory {peak:.1f} GB. In {output}:")
+    print(f"  {EMBEDDING}  {OPENS_IN}")
+    print(f"    {named_by_file(token)}")
+    print(f"  {', '.join(pictures)}, metrics.jsonl, config.yaml (runs this again: icom train --config)")
+    if config.save_as_full_pipeline:
+        print("  the whole pipeline (StableDiffusionPipeline.from_pretrained)")
+    if where:
+        print(f"  on the Hub: {where}")
+    print(f"Draw with it:\n  icom generate {shlex.join(arguments)}")
+    if model == "bundled":
+        print(
+            "The bundled model is a toy. With a real one and your pictures:\n"
+            "  icom train --pretrained_model_name_or_path stable-diffusion-v1-5/stable-diffusion-v1-5 "
+            '--train_data_dir FOLDER --placeholder_token "<mine>" --initializer_token toy '
+            "--train_batch_size 1 --learning_rate 2e-3 --max_train_steps 1000 --mixed_precision auto"
+        )
+
+
+def _comparison_images(run: Run, rows: list[dict[str, Any]]) -> int:
+    """How many pairs of pictures to draw; says what they cost before that, or why there are none.
+
+    Args:
+        run: the run.
+        rows: of its metrics.
+    """
+    config = run.config
+    asked = config.num_comparison_images
+    if asked == 0:
+        return 0
+    seconds = [row["seconds"] for row in rows]
+    samples = config.train_batch_size * config.gradient_accumulation_steps
+    count = 1 if asked is None else asked
+    cost = 2 * count * SAMPLES_PER_PICTURE * statistics.median(seconds or [0.0]) / samples
+    if asked is None and cost > max(SHARE_FOR_PICTURES * sum(seconds), CHEAP_PICTURES):
+        print(
+            f"icom: no comparison pictures: they would take about {_duration(cost)} after {_duration(sum(seconds))} of "
+            "training; --num_comparison_images 1 draws them.",
+            flush=True,
+        )
+        return 0
+    print(
+        f"icom: drawing {2 * count} pictures for comparison.png, about {_duration(cost)} "
+        "(--num_comparison_images 0: none)",
+        flush=True,
+    )
+    return count
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+def _comparison(run: Run, initial_rows: torch.Tensor, count: int) -> Image.Image:
+    """Two rows of pictures from the same noise: with the rows before training, and after."""
+    config = run.config
+    assert config.seed is not None
+    kind = "painting in the style of" if config.learnable_property == "style" else "photo of"
+    seeds = list(range(config.seed, config.seed + count))
+    learned = run.concept.rows.detach().clone()
+    images = []
+    for rows, when in ((initial_rows, "before"), (learned, "after")):
+        with torch.no_grad():
+            run.concept.rows.copy_(rows)
+        images += _draw(run, f"a {kind} {config.placeholder_token}", seeds, f"pictures {when}")
+    return grid(images, columns=len(seeds))
+
+
+def _draw(run: Run, prompt: str, seeds: list[int], what: str) -> list[Image.Image]:
+    pipeline = loading.pipeline_of(run.model)
+    resolution = run.config.resolution
+    with run.backend.autocast():
+        return [
+            draw(pipeline, prompt, seed, resolution=resolution)
+            for seed in progress(seeds, what, "picture", leave=False)
+        ]
+
+
+def _save_full_pipeline(source: loading.ModelSource, output: Path, token: str, rows: torch.Tensor) -> None:
+    """The model as it was, in float32, plus the new word: loads with StableDiffusionPipeline.from_pretrained."""
+    model = loading.load(source, torch.float32)
+    pipeline = loading.pipeline_of(model, sampler="model")
+    pipeline.load_textual_inversion({token: rows.cpu()}, token=token)
+    try:
+        pipeline.save_pretrained(output, safe_serialization=True)
+    except (OSError, SafetensorError) as error:
+        raise IcomError(
+            f"Cannot write the whole pipeline to {output}: {error}. The new word itself is saved there ({EMBEDDING})."
+        ) from error

@@ -1,0 +1,1 @@
+"""Make and measure what ships with icom."""

@@ -53,8 +53,7 @@ class CpuBackend:
         if self.without_engine is None:
             attention = choices_for(model.unet, self._folder)
             self.choices = attention.made
-            parts: tuple[torch.nn.Module, ...] = (model.unet, model.vae, model.text_encoder)
-            for part in parts:
+            for part in model.parts.values():
                 rewrite(part, attention.attend)
 
     def autocast(self) -> AbstractContextManager[object]:

@@ -81,8 +81,7 @@ class CudaBackend:
 
     def prepare(self, model: Model) -> None:
         """All parts to the GPU, channels-last for the convolutions; PyTorch's own attention, which is flash there."""
-        parts: tuple[torch.nn.Module, ...] = (model.text_encoder, model.vae, model.unet)
-        for part in parts:
+        for part in model.parts.values():
             part.to(self.device)
         model.vae.to(memory_format=torch.channels_last)
         model.unet.to(memory_format=torch.channels_last)

@@ -30,7 +30,8 @@ from icom.engine import operators
 from icom.engine.memory import keep_freed_memory
 from icom.methods.textual_inversion import captions_to_ids, placeholder_tokens
 from icom.models import loading
-from icom.models.architectures import build_text_encoder, build_unet
+from icom.models.architectures import ARCHITECTURES
+from icom.models.parts import TEXT_ENCODER, UNET
 from icom.parallel.group import joined
 from icom.parallel.place import choose_collectives, find_place
 from icom.signals import own_process
@@ -256,7 +257,7 @@ def count_flops(arch: str, resolution: int, batch_size: int) -> tuple[float, flo
     from torch.utils.flop_counter import FlopCounterMode  # isort: skip
 
     with torch.device("meta"):
-        text_encoder, unet = build_text_encoder(arch), build_unet(arch)
+        text_encoder, unet = TEXT_ENCODER.build(ARCHITECTURES[arch]), UNET.build(ARCHITECTURES[arch])
         text_encoder.requires_grad_(False)
         unet.requires_grad_(False)
         text_encoder.get_input_embeddings().weight.requires_grad_(True)

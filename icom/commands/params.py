@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from icom.config import ParamsConfig
 from icom.models import loading
-from icom.models.architectures import ARCHITECTURES, build_text_encoder, build_unet, build_vae
+from icom.models.architectures import ARCHITECTURES
+from icom.models.parts import PARTS, Part
 
 
 def params(config: ParamsConfig) -> None:
@@ -41,36 +43,21 @@ def count_parameters(name: str) -> dict[str, int]:
     Args:
         name: an architecture, `bundled`, a folder, a single file, or a Hub id.
     """
-    parts: dict[str, Any]
+    loading.quiet_libraries()
+    build = _builder(name)
     with torch.device("meta"):
-        if name in ARCHITECTURES:
-            parts = {
-                "text_encoder": build_text_encoder(name),
-                "vae": build_vae(name),
-                "unet": build_unet(name),
-            }
-        else:
-            parts = _from_folder(name)
+        parts = {part.name: build(part) for part in PARTS}
     return {part: sum(p.numel() for p in module.parameters()) for part, module in parts.items()}
 
 
-def _from_folder(name: str) -> dict[str, Any]:
-    loading.quiet_libraries()
-    from diffusers import AutoencoderKL, UNet2DConditionModel
-    from transformers import CLIPTextConfig, CLIPTextModel
-
+def _builder(name: str) -> Callable[[Part], Any]:
+    """What builds a part of the model of that name."""
+    if name in ARCHITECTURES:
+        return lambda part: part.build(ARCHITECTURES[name])
     source = loading.find(name, configs_only=True)
     if source.file:
-        architecture = source.file.architecture
-        return {
-            "text_encoder": build_text_encoder(architecture, source.file.vocabulary),
-            "vae": build_vae(architecture),
-            "unet": build_unet(architecture),
-        }
+        architecture = ARCHITECTURES[source.file.architecture].with_vocabulary(source.file.vocabulary)
+        return lambda part: part.build(architecture)
     folder = source.folder
     assert folder is not None
-    return {
-        "text_encoder": CLIPTextModel(CLIPTextConfig.from_pretrained(folder / "text_encoder")),
-        "vae": AutoencoderKL.from_config(AutoencoderKL.load_config(folder / "vae")),
-        "unet": UNet2DConditionModel.from_config(UNet2DConditionModel.load_config(folder / "unet")),
-    }
+    return lambda part: part.build_from(folder)

@@ -7,10 +7,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from icom.errors import IcomError
+from icom.models.parts import PARTS
 
 _PACKAGE = Path(__file__).parent.parent
 _CHUNK = 2**22
-_PARTS = ("text_encoder", "vae", "unet", "scheduler", "tokenizer")
+_PARTS = (*(part.name for part in PARTS), "scheduler", "tokenizer")
 _SUFFIXES = (".json", ".txt", ".safetensors")
 
 

@@ -6,13 +6,12 @@ stable-diffusion-2-1); `tiny` is the bundled model's: the same classes and layou
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import torch
-    from diffusers import AutoencoderKL, UNet2DConditionModel
-    from transformers import CLIPTextModel
 
 ArchitectureName = Literal["sd15", "sd2-base", "sd21", "tiny"]
 """The keys of ARCHITECTURES, for the command line."""
@@ -59,6 +58,11 @@ class Architecture:
     unet: dict[str, Any]
     scheduler: dict[str, Any]
     resolution: int
+
+    def with_vocabulary(self, size: int) -> Architecture:
+        """The same with another number of words, of which the last two begin and end a text."""
+        words = {"vocab_size": size, "bos_token_id": size - 2, "eos_token_id": size - 1}
+        return dataclasses.replace(self, text_encoder=self.text_encoder | words)
 
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -115,30 +119,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         resolution=64,
     ),
 }
-
-
-def build_text_encoder(name: str, vocab_size: int | None = None) -> CLIPTextModel:
-    """A CLIP text encoder of this architecture, parameters not meaningful (`vocab_size` overrides the table's)."""
-    from transformers import CLIPTextConfig, CLIPTextModel
-
-    values = dict(ARCHITECTURES[name].text_encoder)
-    if vocab_size is not None:
-        values |= {"vocab_size": vocab_size, "bos_token_id": vocab_size - 2, "eos_token_id": vocab_size - 1}
-    return CLIPTextModel(CLIPTextConfig(**values))
-
-
-def build_vae(name: str) -> AutoencoderKL:
-    """A VAE of this architecture."""
-    from diffusers import AutoencoderKL
-
-    return AutoencoderKL(**ARCHITECTURES[name].vae)
-
-
-def build_unet(name: str) -> UNet2DConditionModel:
-    """A UNet of this architecture."""
-    from diffusers import UNet2DConditionModel
-
-    return UNet2DConditionModel(**ARCHITECTURES[name].unet)
 
 
 def fill_random(module: torch.nn.Module, seed: int, gain: float = 1.0) -> None:

@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 from icom.errors import IcomError, UsageError
+from icom.models.parts import PARTS
 
 RESULTS = (
     *("README.md", "config.yaml", "comparison.png", "loss.png"),
@@ -14,7 +15,7 @@ RESULTS = (
 )
 """What of --output_dir is uploaded. A list of what goes, not of what stays: the folder may hold anything else."""
 
-PIPELINE = ("model_index.json", "scheduler/*", "text_encoder/*", "tokenizer/*", "unet/*", "vae/*")
+PIPELINE = ("model_index.json", "scheduler/*", "tokenizer/*", *(f"{part.name}/*" for part in PARTS))
 """What --save_as_full_pipeline adds."""
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from icom.errors import IcomError
+from icom.models.parts import PARTS
 
 TRAINS = (
     "icom trains Stable Diffusion 1.x and 2.x and what was made from them (one CLIP text encoder, a UNet on 4 latent "
@@ -53,12 +54,7 @@ _BY_WEIGHT = (
 )
 """Names of weights in single files -> what such a file is."""
 
-_PARTS = {
-    "tokenizer": ("CLIPTokenizer", "CLIPTokenizerFast"),
-    "text_encoder": ("CLIPTextModel",),
-    "unet": ("UNet2DConditionModel",),
-    "vae": ("AutoencoderKL",),
-}
+_PARTS = {"tokenizer": ("CLIPTokenizer", "CLIPTokenizerFast")} | {part.name: (part.class_name,) for part in PARTS}
 """Parts of a pipeline -> the classes that icom loads them with."""
 
 

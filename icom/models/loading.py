@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from icom.errors import IcomError, UsageError
 from icom.models import hub, single_file
-from icom.models.architectures import ARCHITECTURES, build_text_encoder, build_unet, build_vae, fill_random
+from icom.models.architectures import ARCHITECTURES, fill_random
 from icom.models.checks import SCHEDULER, TOKENIZER, check_configs, check_weights
 from icom.models.kinds import CONFIGS, read_json, refuse_other_kinds
+from icom.models.parts import PARTS, Conditioning, Part
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +40,6 @@ SAMPLERS = {
 }
 """Names that the field uses -> classes of `diffusers`."""
 
-_WEIGHTS = {"text_encoder": "model", "vae": "diffusion_pytorch_model", "unet": "diffusion_pytorch_model"}
 _VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"))
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -69,6 +69,19 @@ class Model:
     vae: AutoencoderKL
     unet: UNet2DConditionModel
     noise_scheduler: DDPMScheduler
+
+    @property
+    def parts(self) -> dict[str, torch.nn.Module]:
+        """Name -> module, for all of PARTS."""
+        return {part.name: getattr(self, part.name) for part in PARTS}
+
+    def encode(self, ids: torch.Tensor) -> Conditioning:
+        """What captions tell the UNet.
+
+        Args:
+            ids: int64 (batch, context length), on the text encoder's device.
+        """
+        return Conditioning(self.text_encoder(ids)[0])
 
 
 def quiet_libraries() -> None:
@@ -160,47 +173,39 @@ def load(source: ModelSource, dtype: torch.dtype) -> Model:
     import torch
 
     quiet_libraries()
-    from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
-    from transformers import CLIPTextModel
+    from diffusers import DDPMScheduler
 
+    tokenizer = load_tokenizer(source)
+    modules: dict[str, Any] = {}
     if source.architecture:
-        tokenizer = load_tokenizer(source)
-        parts: list[Any] = []
-        for seed, build in enumerate((build_text_encoder, build_vae, build_unet)):
+        for seed, part in enumerate(PARTS):
             with torch.device("meta"):
-                part = build(source.architecture)
-            part = part.to(torch.float32 if seed == 0 else dtype).to_empty(device="cpu")
-            fill_random(part, seed)
-            parts.append(part)
-        text_encoder, vae, unet = parts
-        _check_vocabulary(source, tokenizer, text_encoder)
-        embeddings = text_encoder.embeddings  # position_ids is a buffer: to_empty lost its values
+                module = part.build(ARCHITECTURES[source.architecture])
+            module = module.to(torch.float32 if part.in_float32 else dtype).to_empty(device="cpu")
+            fill_random(module, seed)
+            modules[part.name] = module
+        _check_vocabulary(source, tokenizer, modules["text_encoder"])
+        embeddings = modules["text_encoder"].embeddings  # position_ids is a buffer: to_empty lost its values
         embeddings.position_ids.copy_(torch.arange(embeddings.position_ids.shape[-1])[None])
         noise_scheduler = DDPMScheduler(**ARCHITECTURES[source.architecture].scheduler)
     elif source.file:
-        tokenizer = load_tokenizer(source)
-        text_encoder, vae, unet = single_file.load_parts(source.file, dtype)
+        modules = single_file.load_parts(source.file, dtype)
         schedule = ARCHITECTURES[source.file.architecture].scheduler | {"prediction_type": source.file.prediction}
         noise_scheduler = DDPMScheduler(**schedule)
     else:
-        folder, variant = source.folder, source.variant
-        options = {"variant": variant, "use_safetensors": True}
-        tokenizer = load_tokenizer(source)
-        noise_scheduler = _load_part(DDPMScheduler, folder, "scheduler")
+        noise_scheduler = _load_part(DDPMScheduler, source.folder, "scheduler")
         own_sampler(source)
-        # What does not fit is then reported by name, as diffusers does in any case.
-        fit = {"ignore_mismatched_sizes": True}
-        text_encoder = _load_weights(CLIPTextModel, folder, "text_encoder", dtype=torch.float32, **options, **fit)
-        _check_vocabulary(source, tokenizer, text_encoder)
-        vae = _load_weights(AutoencoderKL, folder, "vae", torch_dtype=dtype, **options)
-        unet = _load_weights(UNet2DConditionModel, folder, "unet", torch_dtype=dtype, **options)
+        for part in PARTS:
+            modules[part.name] = _load_weights(part, source, torch.float32 if part.in_float32 else dtype)
+            if part.name == "text_encoder":  # before the gigabytes
+                _check_vocabulary(source, tokenizer, modules[part.name])
     # A tokenizer from a bare vocabulary knows no limit, and pipelines pad to it.
-    context_length: int = text_encoder.config.max_position_embeddings
+    context_length: int = modules["text_encoder"].config.max_position_embeddings
     tokenizer.model_max_length = min(tokenizer.model_max_length, context_length)
-    for part in (text_encoder, vae, unet):
-        part.requires_grad_(False)
-        part.eval()
-    return Model(source, tokenizer, text_encoder, vae, unet, noise_scheduler)
+    for module in modules.values():
+        module.requires_grad_(False)
+        module.eval()
+    return Model(source, tokenizer, noise_scheduler=noise_scheduler, **modules)
 
 
 def load_tokenizer(source: ModelSource) -> CLIPTokenizer:
@@ -289,8 +294,7 @@ def broken_parts(source: ModelSource, dtype: torch.dtype) -> list[str]:
     """Which parts of a model have weights that are not finite. Loads it anew: those in use may be packed."""
     import torch
 
-    model = load(source, dtype)
-    parts: dict[str, torch.nn.Module] = {"text_encoder": model.text_encoder, "vae": model.vae, "unet": model.unet}
+    parts = load(source, dtype).parts
     return [name for name, part in parts.items() if not all(bool(torch.isfinite(p).all()) for p in part.parameters())]
 
 
@@ -322,15 +326,21 @@ def _load_part(loader: Any, folder: Path | None, subfolder: str | None, **option
         ) from error
 
 
-def _load_weights(loader: Any, folder: Path | None, part: str, **options: Any) -> Any:
+def _load_weights(part: Part, source: ModelSource, dtype: torch.dtype) -> Any:
     """Load a module and prove that every weight came from the file: the loaders make up what they do not find."""
-    module, report = _load_part(loader, folder, part, output_loading_info=True, **options)
+    options: dict[str, Any] = {"variant": source.variant, "use_safetensors": True, "output_loading_info": True}
+    if part.library == "transformers":
+        # What does not fit is then reported by name, as diffusers does in any case.
+        options |= {"dtype": dtype, "ignore_mismatched_sizes": True}
+    else:
+        options["torch_dtype"] = dtype
+    module, report = _load_part(part.load_class(), source.folder, part.name, **options)
     mismatched = {key[0] if isinstance(key, tuple) else key for key in report["mismatched_keys"]}
     wrong = sorted({*report["missing_keys"], *mismatched})
     if wrong:
         raise IcomError(
-            f"The weights of the {part} in {folder} do not fit its config.json: {len(wrong)} are missing or of another "
-            f"shape ({wrong[0]}{', …' if wrong[1:] else ''}). Fetch the model again."
+            f"The weights of the {part.name} in {source.folder} do not fit its config.json: {len(wrong)} are missing or of "
+            f"another shape ({wrong[0]}{', …' if wrong[1:] else ''}). Fetch the model again."
         )
     return module
 
@@ -364,14 +374,15 @@ def _check_folder(source: ModelSource, *, configs_only: bool = False) -> None:
     """Name everything that is missing in a model folder at once, and check its numbers against the weights' headers."""
     assert source.folder is not None
     suffix = f".{source.variant}.safetensors" if source.variant else ".safetensors"
-    wanted = [*(f"{part}/config.json" for part in _WEIGHTS), SCHEDULER]
+    wanted = [*(f"{part.name}/config.json" for part in PARTS), SCHEDULER]
     missing = [name for name in wanted if not (source.folder / name).is_file()]
     weights: dict[str, list[Path]] = {}
     if not configs_only:
-        for part, stem in _WEIGHTS.items():
-            whole = source.folder / part / f"{stem}{suffix}"
-            weights[part] = [whole] if whole.is_file() else sorted(whole.parent.glob(f"{stem}*{suffix}"))
-        missing += [f"{part}/{_WEIGHTS[part]}{suffix}" for part, files in weights.items() if not files]
+        for part in PARTS:
+            whole = source.folder / part.name / f"{part.weights}{suffix}"
+            files = [whole] if whole.is_file() else sorted(whole.parent.glob(f"{part.weights}*{suffix}"))
+            weights[part.name] = files
+            missing += [] if files else [f"{part.name}/{whole.name}"]
         if source.tokenizer is None and not (source.folder / "tokenizer").is_dir():
             missing.append("tokenizer/")
     if missing:
@@ -409,7 +420,7 @@ def _download(source: ModelSource) -> None:
     assert source.folder is not None
     suffix = f".{source.variant}.safetensors" if source.variant else ".safetensors"
     patterns = ["scheduler/*.json", *([] if source.tokenizer else ["tokenizer/*"])]
-    for part, stem in _WEIGHTS.items():
-        patterns += [f"{part}/config.json", f"{part}/{stem}{suffix}"]
+    for part in PARTS:
+        patterns += [f"{part.name}/config.json", f"{part.name}/{part.weights}{suffix}"]
     hub.snapshot(source.name, source.folder.name, patterns)  # the commit whose configurations were checked
     _check_folder(source)

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 from icom.errors import IcomError
 from icom.models.architectures import ARCHITECTURES
 from icom.models.kinds import refuse_other_weights
+from icom.models.parts import PARTS
 
 if TYPE_CHECKING:
     import torch
-    from diffusers import AutoencoderKL, UNet2DConditionModel
-    from transformers import CLIPTextModel
 
 SUFFIXES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin")
 TOKENIZER_HOME = "stable-diffusion-v1-5/stable-diffusion-v1-5"
@@ -89,38 +88,38 @@ def examine(path: Path) -> SingleFile:
     return SingleFile(path, (alike or known)[0], table[0], prediction)
 
 
-def load_parts(source: SingleFile, dtype: torch.dtype) -> tuple[CLIPTextModel, AutoencoderKL, UNet2DConditionModel]:
-    """Load text encoder (float32), VAE and UNet (dtype), with diffusers' own conversion of names.
+def load_parts(source: SingleFile, dtype: torch.dtype) -> dict[str, Any]:
+    """Load all of PARTS, by name, with diffusers' own conversion of the weights' names.
 
     Raises:
         IcomError: weights are missing, or of another shape.
     """
     import torch
-    from diffusers import AutoencoderKL, UNet2DConditionModel
     from diffusers.loaders.single_file_utils import create_diffusers_clip_model_from_ldm
-    from transformers import CLIPTextModel
 
     weights = _named_as_ever(_read(source.path))
-    options = {"local_files_only": True}
+    modules: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="icom-") as folder:
         _write_configs(Path(folder), source)
-        options["config"] = folder  # type: ignore[assignment]
         try:
-            text_encoder = create_diffusers_clip_model_from_ldm(
-                CLIPTextModel, weights, subfolder="text_encoder", torch_dtype=torch.float32, **options
-            )
-            vae = AutoencoderKL.from_single_file(weights, subfolder="vae", torch_dtype=dtype, **options)
-            unet = UNet2DConditionModel.from_single_file(weights, subfolder="unet", torch_dtype=dtype, **options)
+            for part in PARTS:
+                loader: Any = part.load_class()
+                options: dict[str, Any] = {"subfolder": part.name, "config": folder, "local_files_only": True}
+                options["torch_dtype"] = torch.float32 if part.in_float32 else dtype
+                if part.library == "transformers":
+                    modules[part.name] = create_diffusers_clip_model_from_ldm(loader, weights, **options)
+                else:
+                    modules[part.name] = loader.from_single_file(weights, **options)
         except NotImplementedError as error:  # torch's, for a weight that nothing was copied to
             raise IcomError(f"{source.path} is not whole: weights of the model are missing. Fetch it again.") from error
         except Exception as error:  # conversions raise nearly anything: KeyError, AttributeError, ValueError …
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
             raise IcomError(f"Cannot load {source.path}: {reason}. {_CONVERT}") from error
-    for module in (text_encoder, vae, unet):
+    for module in modules.values():
         for parameter in module.parameters():
             # Out of the mapped file, where tensors start anywhere: kernels round differently by alignment.
             parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
-    return text_encoder, vae, unet
+    return modules
 
 
 def _header(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:

@@ -20,7 +20,8 @@ from icom.data.captions import TEMPLATES
 from icom.data.images import BUNDLED_CONCEPTS
 from icom.engine.memory import keep_freed_memory
 from icom.models import loading
-from icom.models.architectures import ARCHITECTURES, build_text_encoder, build_unet, build_vae
+from icom.models.architectures import ARCHITECTURES
+from icom.models.parts import TEXT_ENCODER, UNET, VAE
 from icom.training.report import save_png
 from icom.world.concepts import CONCEPTS, concept_scenes
 from icom.world.judge import WEIGHTS, Judge, train_judge
@@ -130,7 +131,7 @@ def make_judge(config: BuildConfig) -> None:
 
 def make_vae(config: BuildConfig, folder: Path) -> None:
     """Train the VAE and write it, float16."""
-    vae = build_vae(ARCHITECTURE).to(memory_format=torch.channels_last)
+    vae = VAE.build(ARCHITECTURES[ARCHITECTURE]).to(memory_format=torch.channels_last)
     train_vae(vae, config.seed, steps=config.vae_steps, batch=16, log=Log(config.log, "vae", config.vae_steps))
     _float16(vae).save_pretrained(folder / "vae")
 
@@ -158,8 +159,8 @@ def make_unet(config: BuildConfig, folder: Path) -> None:
 
     tokenizer = CLIPTokenizer.from_pretrained(folder / "tokenizer")
     vae = load_vae(folder)
-    text_encoder = build_text_encoder(ARCHITECTURE, len(tokenizer))
-    unet = build_unet(ARCHITECTURE).to(memory_format=torch.channels_last)
+    text_encoder = TEXT_ENCODER.build(ARCHITECTURES[ARCHITECTURE].with_vocabulary(len(tokenizer)))
+    unet = UNET.build(ARCHITECTURES[ARCHITECTURE]).to(memory_format=torch.channels_last)
     noise_scheduler = DDPMScheduler(**ARCHITECTURES[ARCHITECTURE].scheduler)
     latents = encode_world(vae, config.seed, config.unet_pictures)
 

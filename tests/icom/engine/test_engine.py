@@ -29,7 +29,8 @@ from icom.engine.choices import FILE, Choices, machine_key
 from icom.engine.layers import Packed, PackedConv2d, PackedLinear, Projections, can_pack, pack
 from icom.engine.precision import has_bf16, product_dtype
 from icom.models import loading
-from icom.models.architectures import build_unet
+from icom.models.architectures import ARCHITECTURES
+from icom.models.parts import UNET
 from icom.training.report import read_metrics
 from tests.support.command import Result
 
@@ -223,7 +224,7 @@ def test_rewritten_unet_is_the_unet(way: str, checkpointing: bool, dtype: torch.
 @pytest.mark.parametrize("architecture", ["sd15", "sd21"])
 def test_all_of_the_real_architectures_is_known(architecture: Any) -> None:
     with torch.device("meta"):
-        unet = build_unet(architecture)
+        unet = UNET.build(ARCHITECTURES[architecture])
         assert replace_attention(copy.deepcopy(unet), attention.stock) == 32
         rewrite(unet, attention.stock)
     kinds = [type(module) for module in unet.modules()]

@@ -158,10 +158,15 @@ def test_published_configurations_pass(tmp_path: Path, arch: str) -> None:
     import torch
     from diffusers import DDPMScheduler
 
-    from icom.models.architectures import ARCHITECTURES, build_text_encoder, build_unet, build_vae
+    from icom.models.architectures import ARCHITECTURES
+    from icom.models.parts import TEXT_ENCODER, UNET, VAE
 
     with torch.device("meta"):
-        parts = {"text_encoder": build_text_encoder(arch), "unet": build_unet(arch), "vae": build_vae(arch)}
+        parts = {
+            "text_encoder": TEXT_ENCODER.build(ARCHITECTURES[arch]),
+            "unet": UNET.build(ARCHITECTURES[arch]),
+            "vae": VAE.build(ARCHITECTURES[arch]),
+        }
     for part, module in parts.items():
         (tmp_path / part).mkdir()
         config = module.config if part == "text_encoder" else module

@@ -15,8 +15,9 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from icom.models.architectures import ARCHITECTURES, build_text_encoder, build_unet, build_vae, fill_random
+from icom.models.architectures import ARCHITECTURES, fill_random
 from icom.models.loading import BUNDLE, is_hub_id
+from icom.models.parts import TEXT_ENCODER, UNET, VAE
 from tests.support.command import Run, assert_refused, cut
 from tests.support.original_layout import original_layout
 
@@ -29,9 +30,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model in diffusers' layout; beside it the same as model.safetensors, in the original one."""
     folder = tmp_path_factory.mktemp("single") / "model"
     parts = {
-        "text_encoder": build_text_encoder("tiny", vocab_size=807),
-        "vae": build_vae("tiny"),
-        "unet": build_unet("tiny"),
+        "text_encoder": TEXT_ENCODER.build(ARCHITECTURES["tiny"].with_vocabulary(807)),
+        "vae": VAE.build(ARCHITECTURES["tiny"]),
+        "unet": UNET.build(ARCHITECTURES["tiny"]),
     }
     for seed, (name, part) in enumerate(parts.items()):
         fill_random(part, seed)

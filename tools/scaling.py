@@ -167,9 +167,9 @@ def row_bytes(arch: str, hosts: int) -> int:
     """What icom sums in a step: the row's gradient, the loss, and a float of each process for its signals."""
     import torch
 
-    from icom.training.train import message
+    from icom.training.step import message
 
-    return message(torch.zeros(_width(arch)), 0.0, [0] * hosts).nbytes
+    return sum(part.nbytes for part in message([torch.zeros(_width(arch))], 0.0, [0] * hosts))
 
 
 def table_bytes(arch: str) -> int:

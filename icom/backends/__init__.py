@@ -17,6 +17,7 @@ from icom.engine.choices import machine_key
 from icom.engine.precision import product_dtype
 from icom.errors import UsageError
 from icom.files import cache_folder, write_atomically, write_error
+from icom.parallel.place import SINGLE_PROCESS, Place
 
 if TYPE_CHECKING:
     from icom.models.loading import Model
@@ -67,6 +68,7 @@ def resolve(
     allow_tf32: bool = False,
     compiled: bool = False,
     cache_dir: str | None = None,
+    place: Place = SINGLE_PROCESS,
 ) -> tuple[Backend, str]:
     """Choose the backend.
 
@@ -77,6 +79,7 @@ def resolve(
         allow_tf32: TF32 in float32 matrix products; acts on GPUs only.
         compiled: torch.compile for the UNet; GPUs only.
         cache_dir: as in --cache_dir; `auto` looks for measurements there.
+        place: of this process: which GPU or which cores are its own.
 
     Returns:
         (backend, the reason for the choice).
@@ -89,7 +92,7 @@ def resolve(
     if problem := why_not(chosen):
         raise UsageError(f"--backend {chosen} cannot be used here: {problem}. --backend auto takes what works.")
     if mixed_precision == "auto":
-        mixed_precision, why = fast_precision(chosen)
+        mixed_precision, why = fast_precision(chosen, place=place)
         reason = f"{reason}; {why}"
     if compiled and chosen != "cuda":
         raise UsageError(
@@ -97,10 +100,10 @@ def resolve(
             "costs minutes at the start. Drop it."
         )
     if chosen == "cuda":
-        return cuda.CudaBackend(mixed_precision, allow_tf32=allow_tf32, compiled=compiled), reason
+        return cuda.CudaBackend(mixed_precision, allow_tf32=allow_tf32, compiled=compiled, place=place), reason
     if chosen == "ipex":
-        return ipex.IpexBackend(mixed_precision, engine, folder), reason
-    return CpuBackend(mixed_precision, engine, folder), reason
+        return ipex.IpexBackend(mixed_precision, engine, folder, place), reason
+    return CpuBackend(mixed_precision, engine, folder, place), reason
 
 
 def why_not(name: str) -> str | None:
@@ -108,19 +111,19 @@ def why_not(name: str) -> str | None:
     return None if name == "cpu" else {"ipex": ipex, "cuda": cuda}[name].why_not()
 
 
-def fast_precision(name: str, cache_dir: str | None = None) -> tuple[Precision, str]:
+def fast_precision(name: str, cache_dir: str | None = None, place: Place = SINGLE_PROCESS) -> tuple[Precision, str]:
     """bf16 where the device computes in it, else float32.
 
     Args:
         name: of the backend, or `auto`.
-        cache_dir: as in `resolve`.
+        cache_dir, place: as in `resolve`.
 
     Returns:
         (precision, one phrase that says why).
     """
     chosen = _choose(cache_folder(cache_dir))[0] if name == "auto" else name
     device = "GPU" if chosen == "cuda" else "CPU"
-    has_bf16 = cuda.has_bf16() if chosen == "cuda" else product_dtype(torch.bfloat16) == torch.bfloat16
+    has_bf16 = cuda.has_bf16(place) if chosen == "cuda" else product_dtype(torch.bfloat16) == torch.bfloat16
     return ("bf16", f"bf16: this {device} has it") if has_bf16 else ("no", f"fp32: this {device} has no bf16")
 
 

@@ -14,6 +14,7 @@ from icom.engine.choices import choices_for
 from icom.engine.operators import why_no_engine
 from icom.engine.precision import product_dtype
 from icom.engine.threads import use_own_cores
+from icom.parallel.place import SINGLE_PROCESS, Place
 
 if TYPE_CHECKING:
     from icom.models.loading import Model
@@ -30,10 +31,10 @@ class CpuBackend:
     name = "cpu"
     process_group = "gloo"
 
-    def __init__(self, mixed_precision: str, engine: str, folder: Path) -> None:
+    def __init__(self, mixed_precision: str, engine: str, folder: Path, place: Place = SINGLE_PROCESS) -> None:
         """Raises: UsageError for fp16."""
         refuse_fp16(mixed_precision)
-        use_own_cores()
+        use_own_cores(place)
         self.device = torch.device("cpu")
         self.dtype = torch.bfloat16 if mixed_precision == "bf16" else torch.float32
         self.engine = engine

@@ -11,6 +11,7 @@ import torch
 
 from icom.backends.shared import autocast_to, matrices_to
 from icom.errors import UsageError
+from icom.parallel.place import SINGLE_PROCESS, Place
 
 if TYPE_CHECKING:
     from icom.models.loading import Model
@@ -36,13 +37,9 @@ def why_not() -> str | None:
     return f"PyTorch (CUDA {torch.version.cuda}) finds no NVIDIA GPU ({detail}); `nvidia-smi` shows what there is"
 
 
-def has_bf16() -> bool:
-    """Whether there is a GPU and it computes in bf16."""
-    return why_not() is None and torch.cuda.get_device_capability(_local_rank()) >= AMPERE
-
-
-def _local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", "0"))
+def has_bf16(place: Place) -> bool:
+    """Whether there is a GPU for this process and it computes in bf16."""
+    return why_not() is None and torch.cuda.get_device_capability(place.local_rank) >= AMPERE
 
 
 class CudaBackend:
@@ -51,7 +48,9 @@ class CudaBackend:
     name = "cuda"
     process_group = "nccl"
 
-    def __init__(self, mixed_precision: str, *, allow_tf32: bool = False, compiled: bool = False) -> None:
+    def __init__(
+        self, mixed_precision: str, *, allow_tf32: bool = False, compiled: bool = False, place: Place = SINGLE_PROCESS
+    ) -> None:
         """Raises: UsageError for fp16, for bf16 on a GPU that has none, or with more processes than GPUs."""
         if mixed_precision == "fp16":
             # The gradient of a mean over a picture is far below fp16's smallest number unless the loss is scaled.
@@ -59,7 +58,7 @@ class CudaBackend:
                 "fp16 needs loss scaling, which icom does not do: gradients underflow. Use --mixed_precision bf16 "
                 "(A100, H100 and all since) or no."
             )
-        local_rank, gpus = _local_rank(), torch.cuda.device_count()
+        local_rank, gpus = place.local_rank, torch.cuda.device_count()
         if local_rank >= gpus:
             raise UsageError(
                 f"This is process {local_rank + 1} on this machine, and it has {gpus} GPUs that PyTorch sees. Start at "

@@ -24,6 +24,7 @@ from icom.engine.blocks import replace_attention
 from icom.engine.choices import choices_for
 from icom.engine.threads import use_own_cores
 from icom.errors import UsageError
+from icom.parallel.place import SINGLE_PROCESS, Place
 
 if TYPE_CHECKING:
     from icom.models.loading import Model
@@ -50,10 +51,10 @@ class IpexBackend:
     name = "ipex"
     process_group = "gloo"
 
-    def __init__(self, mixed_precision: str, engine: str, folder: Path) -> None:
+    def __init__(self, mixed_precision: str, engine: str, folder: Path, place: Place = SINGLE_PROCESS) -> None:
         """Raises: UsageError for fp16, for bf16 on a CPU where IPEX refuses it, or when IPEX cannot be loaded."""
         refuse_fp16(mixed_precision)
-        use_own_cores()
+        use_own_cores(place)
         self.device = torch.device("cpu")
         self.engine = engine
         self.dtype = torch.bfloat16 if mixed_precision == "bf16" else torch.float32

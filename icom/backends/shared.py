@@ -14,7 +14,7 @@ from icom.errors import UsageError
 def matrices_to(module: torch.nn.Module, dtype: torch.dtype) -> None:
     """Convert the frozen linear layers to what autocast computes in; it would convert them anew in every step."""
     for part in module.modules():
-        if isinstance(part, torch.nn.Linear):
+        if isinstance(part, torch.nn.Linear) and not part.weight.requires_grad:
             part.to(dtype)
 
 

@@ -28,7 +28,7 @@ from icom.data.images import Transform, list_pictures, pixels, read_picture
 from icom.data.sampling import SampleStream, gaussian_noise
 from icom.engine import operators
 from icom.engine.memory import keep_freed_memory
-from icom.methods.textual_inversion import captions_to_ids, placeholder_tokens
+from icom.methods.embedding import captions_to_ids, placeholder_tokens
 from icom.models import loading
 from icom.models.architectures import ARCHITECTURES
 from icom.models.parts import TEXT_ENCODER, UNET
@@ -128,11 +128,12 @@ def _measure_ours(options: TrainConfig, job: Job, name: BackendName) -> Measurem
     from accelerate import Accelerator
 
     from icom.training.run import prepare
-    from icom.training.train import message, optimizer_step
+    from icom.training.step import message, optimizer_step
 
-    backend, _ = backends.resolve(name, job.mixed_precision, job.engine, cache_dir=job.cache)
+    place = find_place(os.environ)
+    backend, _ = backends.resolve(name, job.mixed_precision, job.engine, cache_dir=job.cache, place=place)
     model = loading.load(loading.find(f"random:{job.arch}"), backend.dtype)
-    with joined(find_place(os.environ)) as group:
+    with joined(place) as group:
         group.connect(choose_collectives("auto", backend.process_group)[0])
         accelerator = Accelerator(cpu=backend.device.type == "cpu", mixed_precision=job.mixed_precision)
         run = prepare(options, backend, accelerator, model, list_pictures("bundled"), group)
@@ -151,7 +152,7 @@ def _measure_ours(options: TrainConfig, job: Job, name: BackendName) -> Measurem
         [middle - start for start, middle in zip(starts, middles, strict=True)],
         [end - middle for middle, end in zip(middles, ends, strict=True)],
         [step - end for end, step in zip(ends, steps, strict=True)],
-        message(run.concept.rows, 0.0, [0] * max(2, group.size)).nbytes,
+        sum(part.nbytes for part in message([*run.method.parameters.values()], 0.0, [0] * max(2, group.size))),
         matmul,
         convolution,
         backend.describe(),
@@ -189,7 +190,8 @@ def _marks(run: Run) -> dict[str, list[float]]:
 
     run.model.text_encoder.register_forward_pre_hook(note("start"))
     run.model.unet.register_forward_hook(note("middle"))
-    run.concept.rows.register_post_accumulate_grad_hook(note("end"))
+    last = next(iter(run.method.parameters.values()))
+    last.register_post_accumulate_grad_hook(note("end"))
     run.optimizer.register_step_pre_hook(note("step"))
     return marks
 

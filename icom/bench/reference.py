@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from icom.methods.textual_inversion import initializer_ids, placeholder_tokens
+from icom.methods.embedding import initializer_ids, placeholder_tokens
 from icom.training.objective import diffusion_loss
 
 if TYPE_CHECKING:
@@ -85,14 +85,14 @@ class ReferenceTrainer:
         """
         dtype = self.model.unet.dtype
         with self.autocast:
-            text = self.model.text_encoder(ids)[0]
+            conditioning = self.model.encode(ids)
         loss = diffusion_loss(
             self.model.unet,
             self.model.noise_scheduler,
             latents.to(dtype),
             noise.to(dtype),
             timesteps,
-            text.to(dtype),
+            conditioning.to(dtype),
         )
         (loss / self.config.gradient_accumulation_steps).backward()
         self.batches_seen += 1

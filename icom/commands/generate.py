@@ -15,9 +15,9 @@ from icom.config import GenerateConfig, check_resolution, read_yaml
 from icom.engine.memory import keep_freed_memory
 from icom.errors import IcomError, UsageError
 from icom.files import make_writable_folder
+from icom.methods.embedding import known_tokens, placeholder_tokens, suggestion
 from icom.methods.embedding_file import Word, find_word
 from icom.methods.prompts import as_taught, check_prompts
-from icom.methods.textual_inversion import known_tokens, placeholder_tokens, suggestion
 from icom.models import loading
 from icom.progress import progress
 from icom.training.report import A1111_SAMPLERS, drawn_with, grid, save_png

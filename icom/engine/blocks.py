@@ -22,7 +22,7 @@ def rewrite(network: nn.Module, attend: Attention) -> int:
     """Replace what is known to be fast: blocks that look like Stable Diffusion's, and all other packable layers.
 
     Args:
-        network: frozen UNet, VAE or text encoder; is changed.
+        network: UNet, VAE or text encoder; what of it is frozen is changed.
         attend: computes attention.
 
     Returns:
@@ -31,7 +31,9 @@ def rewrite(network: nn.Module, attend: Attention) -> int:
     replaced = 0
     for name, child in network.named_children():
         ours: nn.Module | None = None
-        if _is_residual_block(child):
+        if any(parameter.requires_grad for parameter in child.parameters()):
+            pass  # what is trained stays as it is, and only what is frozen inside it is replaced
+        elif _is_residual_block(child):
             ours = ResidualBlock(child)
         elif _is_transformer(child):
             ours = Transformer(child, attend)

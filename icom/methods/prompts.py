@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from icom.errors import UsageError
+from icom.methods.embedding import suggestion
 from icom.methods.embedding_file import Word
-from icom.methods.textual_inversion import suggestion
 
 if TYPE_CHECKING:
     from transformers import CLIPTokenizer

@@ -339,8 +339,8 @@ def _load_weights(part: Part, source: ModelSource, dtype: torch.dtype) -> Any:
     wrong = sorted({*report["missing_keys"], *mismatched})
     if wrong:
         raise IcomError(
-            f"The weights of the {part.name} in {source.folder} do not fit its config.json: {len(wrong)} are missing or of "
-            f"another shape ({wrong[0]}{', …' if wrong[1:] else ''}). Fetch the model again."
+            f"The weights of the {part.name} in {source.folder} do not fit its config.json: {len(wrong)} are missing "
+            f"or of another shape ({wrong[0]}{', …' if wrong[1:] else ''}). Fetch the model again."
         )
     return module
 

@@ -15,8 +15,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +25,7 @@ import torch
 from icom import machine
 from icom.errors import IcomError, Stopped, UsageError
 from icom.parallel.liveness import Launchers, Problem, Watch
-from icom.parallel.place import CCL_ENVIRONMENT, Place, export
+from icom.parallel.place import CCL_ENVIRONMENT, SINGLE_PROCESS, Place, export
 from icom.signals import end_process
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ JOIN_SECONDS = 300
 """All processes have to be there within this time; cold disks take a minute to import PyTorch."""
 _COLLECTIVE_TIMEOUT = timedelta(days=1)  # the watch knows better who is gone
 _LEAVE_SECONDS = 5.0
+_BUCKET_BYTES = 25 * 2**20
+"""As DistributedDataParallel's: from there on a message's size and not its number decides how long it takes."""
 
 
 class Lost(IcomError):
@@ -116,8 +119,10 @@ class Group:
             ) from call.error
         self.collectives = collectives
 
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over all processes, in place; same shape everywhere, contiguous.
+    def sum(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Replace tensors by their sums over all processes; same shapes and order everywhere.
+
+        They travel in buckets, so that a few KB are one message and gigabytes need no second copy of all.
 
         Raises:
             IcomError: a process is gone.
@@ -125,8 +130,33 @@ class Group:
         from torch import distributed
 
         if self.size > 1:
-            self._run(lambda: distributed.all_reduce(tensor))
-        return tensor
+            for bucket in _buckets(tensors):
+                together = torch.cat([tensor.detach().flatten() for tensor in bucket])
+                self._run(partial(distributed.all_reduce, together))
+                _deal_out(together, bucket)
+
+    def broadcast_tensors(self, tensors: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
+        """Rank 0's tensors, for everybody; the others give None. They come as they are on rank 0, on the CPU.
+
+        Raises:
+            IcomError: a process is gone.
+        """
+        from torch import distributed
+
+        if self._store is None:
+            assert tensors is not None
+            return dict(tensors)
+        kinds = {name: (str(tensor.dtype), list(tensor.shape)) for name, tensor in (tensors or {}).items()}
+        kinds = json.loads(self.broadcast(json.dumps(kinds).encode() if self.leads else None))
+        device = "cuda" if self.collectives == "nccl" else "cpu"
+        received = {}
+        for name, (dtype, shape) in kinds.items():
+            mine = tensors[name] if tensors is not None else torch.empty(shape, dtype=_dtype(dtype))
+            travelling = mine.detach().to(device).contiguous()
+            if travelling.numel():
+                self._run(partial(distributed.broadcast, travelling, 0))
+            received[name] = travelling.cpu()
+        return received
 
     def broadcast(self, content: bytes | None) -> bytes:
         """Rank 0's bytes, for everybody; the others give None. For small things."""
@@ -255,7 +285,33 @@ class Group:
             return  # the store is gone already
 
 
-ALONE = Group(Place(), ["localhost"])
+def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Neighbours of one dtype and device, of _BUCKET_BYTES together unless one alone is larger."""
+    bucket: list[torch.Tensor] = []
+    for tensor in tensors:
+        alike = bucket and (tensor.dtype, tensor.device) == (bucket[0].dtype, bucket[0].device)
+        if bucket and not (alike and sum(t.nbytes for t in bucket) + tensor.nbytes <= _BUCKET_BYTES):
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket
+
+
+def _deal_out(together: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Copy the parts of a flat tensor to where they came from."""
+    for tensor, part in zip(tensors, together.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.detach().copy_(part.view_as(tensor))
+
+
+def _dtype(name: str) -> torch.dtype:
+    """torch.float32, from "torch.float32"."""
+    dtype = getattr(torch, name.removeprefix("torch."))
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+ALONE = Group(SINGLE_PROCESS, ["localhost"])
 """A process that nobody started together with others."""
 
 

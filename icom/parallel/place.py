@@ -73,6 +73,10 @@ class Place:
     master_port: int = DEFAULT_PORT
 
 
+SINGLE_PROCESS = Place()
+"""Of a process that nobody started together with others."""
+
+
 def find_place(environment: Mapping[str, str]) -> Place:
     """This process's place, from the variables of the launcher that started it.
 

@@ -1,8 +1,8 @@
 """Checkpoints: everything from which a run goes on bit-exactly, in safetensors and JSON.
 
-A checkpoint is a folder `checkpoint-N` with `state.safetensors` (rows and optimizer moments) and `state.json`. It is
-written under a temporary name, synced and renamed, and renamed before it is deleted: a folder of that name is complete,
-whenever the process is killed.
+A checkpoint is a folder `checkpoint-N` with `state.safetensors` (parameters, the optimizer's state) and `state.json`.
+It is written under a temporary name, synced and renamed, and renamed before it is deleted: a folder of that name is
+complete, whenever the process is killed.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import shlex
 import shutil
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,6 +30,8 @@ from icom.errors import IcomError
 from icom.files import exchange, sync_folder, write_error
 
 _TENSORS, _STATE = "state.safetensors", "state.json"
+_PARAMETER, _OPTIMIZER = "parameter/", "optimizer/"
+"""Begin the names of tensors."""
 _TEMPORARY = ".tmp"
 """Ends the name of a folder that is not complete yet, or no longer wanted."""
 VALIDATION = "validation"
@@ -61,16 +64,15 @@ class State:
     Attributes:
         step: optimizer steps done.
         next_sample: index into the sample stream.
-        rows: float32 (vectors, width).
-        exp_avg, exp_avg_sq: AdamW's moments, like rows.
+        parameters: name -> what is trained.
+        optimizer: name -> what the optimizer keeps of it, as torch's `state_dict` names it.
         choices: the backend's `choices` that led here.
     """
 
     step: int
     next_sample: int
-    rows: torch.Tensor
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+    optimizer: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     choices: dict[str, str] = field(default_factory=dict)
 
 
@@ -86,7 +88,8 @@ def save_checkpoint(output: Path, state: State, identity: Identity, settings: di
     Raises:
         IcomError: disk full or folder not writable; earlier checkpoints are intact.
     """
-    tensors, document = encode(state, identity)
+    tensors = save(to_tensors(state))
+    document = to_document(state, identity) | {"sha256": hashlib.sha256(tensors).hexdigest()}
     document |= {"config": settings, "versions": versions()}
     target = output / f"checkpoint-{state.step}"
     temporary = target.with_name(f".{target.name}{_TEMPORARY}")
@@ -235,7 +238,10 @@ def load_checkpoint(folder: Path) -> tuple[State, Identity]:
     if _is_accelerates(folder):
         raise _cannot_continue(folder)
     try:
-        return decode((folder / _TENSORS).read_bytes(), json.loads((folder / _STATE).read_text()))
+        content, document = (folder / _TENSORS).read_bytes(), json.loads((folder / _STATE).read_text())
+        if hashlib.sha256(content).hexdigest() != document["sha256"]:
+            raise ValueError(f"{_TENSORS} was altered or cut")
+        return from_parts(load(content), document)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         others = [path for path in list_checkpoints(folder.parent) if path.name != folder.name and not _lacking(path)]
         advice = f"Use --resume_from_checkpoint {others[-1].name}" if others else "Start without resuming"
@@ -254,35 +260,39 @@ def settings_of(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def encode(state: State, identity: Identity) -> tuple[bytes, dict[str, Any]]:
-    """What a checkpoint consists of: safetensors, and a document for JSON with their digest."""
-    tensors = save({"rows": state.rows, "exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq})
-    return tensors, {
-        "step": state.step,
-        "next_sample": state.next_sample,
-        "identity": asdict(identity),
-        "choices": state.choices,
-        "sha256": hashlib.sha256(tensors).hexdigest(),
-    }
+def to_tensors(state: State) -> dict[str, torch.Tensor]:
+    """The large part of a checkpoint."""
+    kept = {f"{_PARAMETER}{name}": tensor for name, tensor in state.parameters.items()}
+    for name, of_parameter in state.optimizer.items():
+        kept |= {f"{_OPTIMIZER}{name}/{what}": tensor for what, tensor in of_parameter.items()}
+    return kept
 
 
-def decode(content: bytes, document: dict[str, Any]) -> tuple[State, Identity]:
-    """What `encode` made a checkpoint of.
+def to_document(state: State, identity: Identity) -> dict[str, Any]:
+    """The small part of a checkpoint, for JSON."""
+    small = {"step": state.step, "next_sample": state.next_sample, "choices": state.choices}
+    return small | {"identity": asdict(identity)}
+
+
+def from_parts(tensors: Mapping[str, torch.Tensor], document: Mapping[str, Any]) -> tuple[State, Identity]:
+    """What a checkpoint's parts were made of.
 
     Raises:
-        ValueError, KeyError, TypeError, SafetensorError: it is damaged.
+        ValueError, KeyError, TypeError: it is damaged.
     """
-    if hashlib.sha256(content).hexdigest() != document["sha256"]:
-        raise ValueError(f"{_TENSORS} was altered or cut")
-    tensors = load(content)
-    state = State(
-        document["step"],
-        document["next_sample"],
-        tensors["rows"],
-        tensors["exp_avg"],
-        tensors["exp_avg_sq"],
-        document["choices"],
-    )
+    parameters: dict[str, torch.Tensor] = {}
+    optimizer: dict[str, dict[str, torch.Tensor]] = {}
+    if "rows" in tensors:  # as icom wrote them before it knew several methods
+        parameters["rows"] = tensors["rows"]
+        moments = {what: tensors[what] for what in ("exp_avg", "exp_avg_sq")}
+        optimizer["rows"] = {"step": torch.tensor(float(document["step"])), **moments}
+    for key, tensor in tensors.items():
+        if key.startswith(_PARAMETER):
+            parameters[key.removeprefix(_PARAMETER)] = tensor
+        elif key.startswith(_OPTIMIZER):
+            name, _, what = key.removeprefix(_OPTIMIZER).rpartition("/")
+            optimizer.setdefault(name, {})[what] = tensor
+    state = State(document["step"], document["next_sample"], parameters, optimizer, document["choices"])
     return state, Identity(**document["identity"])
 
 

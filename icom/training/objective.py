@@ -12,6 +12,8 @@ from icom.errors import IcomError
 if TYPE_CHECKING:
     from diffusers import DDPMScheduler, UNet2DConditionModel
 
+    from icom.models.parts import Conditioning
+
 
 def diffusion_loss(
     unet: UNet2DConditionModel,
@@ -19,19 +21,19 @@ def diffusion_loss(
     latents: torch.Tensor,
     noise: torch.Tensor,
     timesteps: torch.Tensor,
-    text: torch.Tensor,
+    conditioning: Conditioning,
 ) -> torch.Tensor:
     """Mean squared error of the UNet's prediction on noised latents (Ho et al. 2020, eq. 14; v: Salimans & Ho 2022).
 
     What is predicted, noise or velocity, is what the scheduler's configuration says.
 
     Args:
-        unet: predicts from (noisy latents, timesteps, text).
+        unet: predicts from (noisy latents, timesteps, conditioning).
         noise_scheduler: the model's noise schedule.
         latents: (batch, channels, height, width), scaled, in the UNet's dtype.
         noise: like latents, standard normal.
         timesteps: int64 of shape (batch,).
-        text: (batch, tokens, width) in the UNet's dtype.
+        conditioning: of the captions, in the UNet's dtype.
 
     Returns:
         float32 scalar: the mean over batch and elements.
@@ -40,7 +42,8 @@ def diffusion_loss(
         IcomError: a prediction type that no Stable Diffusion 1.x or 2.x has.
     """
     noisy = noise_scheduler.add_noise(latents, noise, timesteps)
-    prediction = unet(noisy, timesteps, text).sample
+    added = {"added_cond_kwargs": conditioning.added} if conditioning.added else {}
+    prediction = unet(noisy, timesteps, conditioning.hidden_states, **added).sample
     kind = noise_scheduler.config["prediction_type"]
     if kind == "epsilon":
         target = noise

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from icom.commands.generate import draw
 from icom.errors import IcomError
 from icom.files import make_writable_folder, write_atomically
-from icom.methods.embedding_file import OPENS_IN, named_by_file, save_embedding
+from icom.methods.embedding_file import OPENS_IN, named_by_file
 from icom.models import hub, loading
 from icom.progress import progress
 from icom.training import tracking
@@ -27,6 +28,7 @@ from icom.training.report import grid, loss_curve, model_card, save_png
 if TYPE_CHECKING:
     from PIL import Image
 
+    from icom.methods import Method
     from icom.training.run import Run
 
 EMBEDDING = "learned_embeds.safetensors"
@@ -40,14 +42,13 @@ sample is a forward and a backward pass; decoding is the rest."""
 def say_start(run: Run, reason: str, state: State, repository: str | None) -> None:
     """One line: what computes, what is trained, what came from the cache. Others: what is slow, what is uploaded."""
     config, moments = run.config, run.moments
-    rows = run.concept.rows
     variants = moments.mean.shape[0] * moments.mean.shape[1]
     over = f" over {run.group.collectives}" if run.group.collectives else ""
     resumed = f" · resumed after step {state.step}" if state.step else ""
     print(
-        f"icom: {run.backend.describe()} ({reason}) · {rows.numel()} trainable numbers ({rows.shape[0]} x "
-        f"{rows.shape[1]}) · latent cache {moments.hits}/{variants} hits · total batch {run.samples_per_step} "
-        f"({config.train_batch_size} x {run.group.size} processes{over} x "
+        f"icom: {run.backend.describe()} ({reason}) · {run.method.describe()} · "
+        f"latent cache {moments.hits}/{variants} hits · "
+        f"total batch {run.samples_per_step} ({config.train_batch_size} x {run.group.size} processes{over} x "
         f"{config.gradient_accumulation_steps} accumulated) · seed {config.seed}{resumed}",
         flush=True,
     )
@@ -73,29 +74,34 @@ def validate(run: Run, step: int) -> None:
 
 
 def finish(
-    run: Run, initial_rows: torch.Tensor, rows: list[dict[str, Any]], repository: str | None, steps: int, began: float
+    run: Run,
+    initial: dict[str, torch.Tensor],
+    rows: list[dict[str, Any]],
+    repository: str | None,
+    steps: int,
+    began: float,
 ) -> None:
     """Write the results, then say where they are and how to use them.
 
     Args:
         run: at its end.
-        initial_rows: what it started from, (vectors, width).
+        initial: what its parameters started from.
         rows: its metrics.
         repository: for the upload.
         steps: done by this process; 0 after a resume at the end.
         began: time.monotonic() of the start.
     """
     config, output = run.config, run.output
-    token, learned = config.placeholder_token, run.concept.rows
-    save_embedding(output / EMBEDDING, token, learned)
+    token = config.placeholder_token
+    run.method.save(output / EMBEDDING)
     if config.no_safe_serialization:
         buffer = io.BytesIO()
-        torch.save({token: learned.detach().cpu()}, buffer)
+        torch.save(load_file(output / EMBEDDING), buffer)
         write_atomically(output / "learned_embeds.bin", buffer.getvalue())
     loss_curve(rows, output / "loss.png")
     pictures = ["loss.png"]
     if count := _comparison_images(run, rows):
-        save_png(_comparison(run, initial_rows, count), output / "comparison.png")
+        save_png(_comparison(run, initial, count), output / "comparison.png")
         pictures.insert(0, "comparison.png")
     card = model_card(
         token=token,
@@ -105,11 +111,10 @@ def finish(
         pictures=pictures,
     )
     write_atomically(output / "README.md", card.encode())
-    trained = learned.detach().clone()
-    source = run.model.source
     if config.save_as_full_pipeline:
-        del run.model, run.concept  # frees the training copy before the full-precision one is loaded
-        _save_full_pipeline(source, output, token, trained)
+        source = run.model.source
+        del run.model  # frees the training copy before the full-precision one is loaded
+        _save_full_pipeline(source, output, run.method)
     where = None
     if repository:
         where = hub.upload(output, repository, config.hub_token, pipeline=config.save_as_full_pipeline)
@@ -173,17 +178,19 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
-def _comparison(run: Run, initial_rows: torch.Tensor, count: int) -> Image.Image:
-    """Two rows of pictures from the same noise: with the rows before training, and after."""
+def _comparison(run: Run, initial: dict[str, torch.Tensor], count: int) -> Image.Image:
+    """Two rows of pictures from the same noise: with the parameters before training, and after."""
     config = run.config
     assert config.seed is not None
     kind = "painting in the style of" if config.learnable_property == "style" else "photo of"
     seeds = list(range(config.seed, config.seed + count))
-    learned = run.concept.rows.detach().clone()
+    parameters = run.method.parameters
+    learned = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     images = []
-    for rows, when in ((initial_rows, "before"), (learned, "after")):
+    for values, when in ((initial, "before"), (learned, "after")):
         with torch.no_grad():
-            run.concept.rows.copy_(rows)
+            for name, parameter in parameters.items():
+                parameter.copy_(values[name])
         images += _draw(run, f"a {kind} {config.placeholder_token}", seeds, f"pictures {when}")
     return grid(images, columns=len(seeds))
 
@@ -198,11 +205,11 @@ def _draw(run: Run, prompt: str, seeds: list[int], what: str) -> list[Image.Imag
         ]
 
 
-def _save_full_pipeline(source: loading.ModelSource, output: Path, token: str, rows: torch.Tensor) -> None:
-    """The model as it was, in float32, plus the new word: loads with StableDiffusionPipeline.from_pretrained."""
+def _save_full_pipeline(source: loading.ModelSource, output: Path, method: Method) -> None:
+    """The model as it was, in float32, plus what was learned: loads with StableDiffusionPipeline.from_pretrained."""
     model = loading.load(source, torch.float32)
     pipeline = loading.pipeline_of(model, sampler="model")
-    pipeline.load_textual_inversion({token: rows.cpu()}, token=token)
+    method.add_to(pipeline)
     try:
         pipeline.save_pretrained(output, safe_serialization=True)
     except (OSError, SafetensorError) as error:

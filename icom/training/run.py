@@ -22,9 +22,10 @@ from icom.data.latents import Moments, load_moments
 from icom.data.sampling import SampleStream
 from icom.errors import UsageError
 from icom.files import cache_folder
-from icom.methods.textual_inversion import PlaceholderEmbedding, add_placeholder, captions_to_ids, placeholder_tokens
+from icom.methods import Method, textual_inversion
 from icom.models import loading
 from icom.parallel.group import ALONE, Group
+from icom.parallel.place import Place
 from icom.training.checkpoint import Identity, State, find_checkpoint, settings_of
 
 if TYPE_CHECKING:
@@ -36,15 +37,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class Run:
-    """Everything a step needs; built once, then only rows, optimizer and scheduler change."""
+    """Everything a step needs; built once, then only parameters, optimizer and scheduler change."""
 
     config: TrainConfig
     backend: Backend
     group: Group
     accelerator: Accelerator
     model: Model
-    concept: PlaceholderEmbedding
-    captions: torch.Tensor  # int64 (templates, context length)
+    method: Method
     moments: Moments
     stream: SampleStream
     optimizer: torch.optim.AdamW
@@ -80,7 +80,9 @@ def precision_of(config: TrainConfig, group: Group) -> tuple[Precision, str]:
         IcomError: a resumed run's checkpoint is damaged or not there.
     """
     wanted = config.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    decided = group.broadcast(json.dumps(_fast_precision(config, wanted)).encode() if group.leads else None)
+    decided = group.broadcast(
+        json.dumps(_fast_precision(config, wanted, group.place)).encode() if group.leads else None
+    )
     if wanted == "auto":
         precision, why = json.loads(decided)
         return precision, why
@@ -89,7 +91,7 @@ def precision_of(config: TrainConfig, group: Group) -> tuple[Precision, str]:
     return cast(Precision, wanted), ""
 
 
-def _fast_precision(config: TrainConfig, wanted: str) -> tuple[str, str]:
+def _fast_precision(config: TrainConfig, wanted: str, place: Place) -> tuple[str, str]:
     """What `auto` means: another precision would be another run than the checkpoint's, so that one is kept."""
     if wanted != "auto":
         return wanted, ""
@@ -98,7 +100,7 @@ def _fast_precision(config: TrainConfig, wanted: str) -> tuple[str, str]:
         if folder is not None:
             precision: str = settings_of(folder)["mixed_precision"]
             return precision, f"{'fp32' if precision == 'no' else precision}: the checkpoint's"
-    return backends.fast_precision(config.backend, config.cache_dir)
+    return backends.fast_precision(config.backend, config.cache_dir, place)
 
 
 def start_accelerate(
@@ -167,8 +169,9 @@ def prepare(
     pictures: list[Picture],
     group: Group = ALONE,
     initial_rows: torch.Tensor | None = None,
+    after_step: int = 0,
 ) -> Run:
-    """Splice the rows in, freeze and convert the rest, fill the latent cache, make optimizer and sample stream.
+    """Attach what is trained, convert the rest, fill the latent cache, make optimizer and sample stream.
 
     Args:
         config: with `seed` and `max_train_steps` settled.
@@ -178,38 +181,15 @@ def prepare(
         pictures: checked.
         group: the processes of the run.
         initial_rows: of --initial_embedding, (vectors, width).
+        after_step: the run goes on after this optimizer step.
 
     Raises:
         UsageError: initial rows, placeholder, initializer or xFormers do not fit the model or the machine.
     """
-    from diffusers.optimization import get_scheduler
-
     assert config.seed is not None
-    assert config.max_train_steps is not None
     vae_digest = loading.weights_digest(model.vae)
     model_digest = loading.weights_digest(model.text_encoder, model.unet) + vae_digest
-    concept = add_placeholder(
-        model.tokenizer,
-        model.text_encoder,
-        config.placeholder_token,
-        config.initializer_token,
-        config.num_vectors,
-    )
-    if initial_rows is not None:
-        if initial_rows.shape != concept.rows.shape:
-            raise UsageError(
-                f"--initial_embedding {config.initial_embedding} holds rows of width {initial_rows.shape[1]} and "
-                f"{model.source.name} has {concept.rows.shape[1]}: it was trained for another kind of model."
-            )
-        with torch.no_grad():
-            concept.rows.copy_(initial_rows)
-    templates = TEMPLATES[config.learnable_property]
-    captions = captions_to_ids(
-        model.tokenizer,
-        templates,
-        placeholder_tokens(config.placeholder_token, config.num_vectors),
-        model.text_encoder.config.max_position_embeddings,
-    )
+    method = textual_inversion.attach(model, config, initial_rows)
     if config.enable_xformers_memory_efficient_attention:
         _enable_xformers(model)
     if config.gradient_checkpointing:
@@ -229,28 +209,12 @@ def prepare(
         wait_for_everyone=group.wait_for_everyone,
         decode_threads=config.dataloader_num_workers,
     )
-    learning_rate = config.learning_rate
-    if config.scale_lr:
-        learning_rate *= config.train_batch_size * config.gradient_accumulation_steps * group.size
-    optimizer = torch.optim.AdamW(
-        [concept.rows],
-        lr=learning_rate,
-        betas=(config.adam_beta1, config.adam_beta2),
-        weight_decay=config.adam_weight_decay,
-        eps=config.adam_epsilon,
-    )
-    lr_scheduler = get_scheduler(
-        config.lr_scheduler,
-        optimizer,
-        num_warmup_steps=config.lr_warmup_steps,
-        num_training_steps=config.max_train_steps,
-        num_cycles=config.lr_num_cycles,
-    )
+    optimizer = _make_optimizer(config, method, group)
     stream = SampleStream(
         config.seed,
         len(pictures),
         config.repeats,
-        len(templates),
+        len(TEMPLATES[config.learnable_property]),
         model.noise_scheduler.config["num_train_timesteps"],
     )
     options = (
@@ -274,14 +238,46 @@ def prepare(
         group,
         accelerator,
         model,
-        concept,
-        captions,
+        method,
         moments,
         stream,
         optimizer,
-        lr_scheduler,
+        _make_schedule(config, optimizer, after_step),
         identity,
     )
+
+
+def _make_optimizer(config: TrainConfig, method: Method, group: Group) -> torch.optim.AdamW:
+    learning_rate = config.learning_rate
+    if config.scale_lr:
+        learning_rate *= config.train_batch_size * config.gradient_accumulation_steps * group.size
+    return torch.optim.AdamW(
+        method.parameters.values(),
+        lr=learning_rate,
+        betas=(config.adam_beta1, config.adam_beta2),
+        weight_decay=config.adam_weight_decay,
+        eps=config.adam_epsilon,
+    )
+
+
+def _make_schedule(
+    config: TrainConfig, optimizer: torch.optim.Optimizer, after_step: int
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """The rate is a function of the step alone, so that nothing of the scheduler has to be kept in checkpoints."""
+    from diffusers.optimization import get_scheduler
+
+    assert config.max_train_steps is not None
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]  # a scheduler that does not begin at 0 asks for it
+    schedule: torch.optim.lr_scheduler.LambdaLR = get_scheduler(
+        config.lr_scheduler,
+        optimizer,
+        num_warmup_steps=config.lr_warmup_steps,
+        num_training_steps=config.max_train_steps,
+        num_cycles=config.lr_num_cycles,
+        last_epoch=after_step - 1,
+    )
+    return schedule
 
 
 def _enable_xformers(model: Model) -> None:

@@ -11,21 +11,19 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from safetensors.torch import load, save
 
 from icom import backends
 from icom.config import TrainConfig, settings, to_yaml
 from icom.data.captions import TEMPLATES
 from icom.data.images import list_pictures, passed_over
-from icom.data.sampling import gaussian_noise
 from icom.engine.memory import keep_freed_memory
 from icom.errors import IcomError, Stopped
 from icom.files import make_writable_folder, write_atomically
-from icom.methods.embedding_file import load_initial_rows, save_embedding
-from icom.methods.textual_inversion import add_words, check_captions, placeholder_tokens
+from icom.methods.embedding import add_words, check_captions, placeholder_tokens
+from icom.methods.embedding_file import load_initial_rows
 from icom.models import hub, loading
 from icom.parallel.group import Group, Lost, joined
 from icom.parallel.place import choose_collectives, find_place
@@ -35,23 +33,24 @@ from icom.training import tracking
 from icom.training.checkpoint import (
     Identity,
     State,
-    decode,
     delete_old_checkpoints,
     differences,
-    encode,
     find_checkpoint,
+    from_parts,
     list_checkpoints,
     load_checkpoint,
     mend_checkpoints,
     save_checkpoint,
     set_aside,
+    to_document,
+    to_tensors,
     versions,
 )
 from icom.training.lock import only_run_in
-from icom.training.objective import diffusion_loss
 from icom.training.report import Metrics, running_mean
 from icom.training.results import finish, say_start, validate
 from icom.training.run import Run, precision_of, prepare, settle, start_accelerate
+from icom.training.step import batch_loss, optimizer_step
 
 if TYPE_CHECKING:
     from transformers import CLIPTokenizer
@@ -100,6 +99,7 @@ def _train(config: TrainConfig, group: Group, until_all_is_written: ExitStack) -
         allow_tf32=config.allow_tf32,
         compiled=config.compile,
         cache_dir=config.cache_dir,
+        place=group.place,
     )
     reason = f"{reason}; {why}" if why else reason
     # What is quick to check comes first: nothing is loaded for a run that cannot work.
@@ -119,7 +119,7 @@ def _train(config: TrainConfig, group: Group, until_all_is_written: ExitStack) -
         until_all_is_written.enter_context(only_run_in(output))
         mend_checkpoints(output)
     resumed = _read_checkpoint(config, output, group)
-    initial = _read_initial_embedding(config, group)
+    initial_rows = _read_initial_embedding(config, group)
     source = loading.find(
         config.pretrained_model_name_or_path,
         tokenizer_name=config.tokenizer_name,
@@ -133,9 +133,11 @@ def _train(config: TrainConfig, group: Group, until_all_is_written: ExitStack) -
     if config.push_to_hub and group.leads:
         repository = hub.create_repository(config.hub_model_id or output.resolve().name, config.hub_token)
 
-    run = prepare(config, backend, accelerator, loading.load(source, backend.dtype), pictures, group, initial)
+    model = loading.load(source, backend.dtype)
+    after_step = resumed[0].step if resumed else 0
+    run = prepare(config, backend, accelerator, model, pictures, group, initial_rows, after_step)
     group.agree("The model", {"weights": run.identity.model})
-    initial_rows = run.concept.rows.detach().clone()
+    initial = {name: parameter.detach().clone() for name, parameter in run.method.parameters.items()}
     state = _first_state(run, resumed)
     if run.leads:
         set_aside(output, state.step)
@@ -154,7 +156,7 @@ def _train(config: TrainConfig, group: Group, until_all_is_written: ExitStack) -
         for tracker in accelerator.trackers:  # not end_training, which would wait for a lost process
             tracker.finish()
     steps = (config.max_train_steps or 0) - state.step
-    return partial(finish, run, initial_rows, metrics.rows, repository, steps) if metrics else None
+    return partial(finish, run, initial, metrics.rows, repository, steps) if metrics else None
 
 
 def _check_words(tokenizer: CLIPTokenizer, config: TrainConfig) -> None:
@@ -168,28 +170,27 @@ def _read_checkpoint(config: TrainConfig, output: Path, group: Group) -> tuple[S
     """Rank 0's checkpoint, for all processes: the others' machines have none."""
     if config.resume_from_checkpoint is None:
         return None
-    found: tuple[bytes, dict[str, Any]] | None = None
+    tensors, document = None, {}
     if group.leads:
         folder = find_checkpoint(output, config.resume_from_checkpoint)
         if folder is None:
             print(f"icom: no checkpoint in {output} yet: starting anew.", file=sys.stderr)
         else:
-            found = encode(*load_checkpoint(folder))
-    tensors, document = found or (b"", {})
+            state, identity = load_checkpoint(folder)
+            tensors, document = to_tensors(state), to_document(state, identity)
     document = json.loads(group.broadcast(json.dumps(document).encode()))
-    tensors = group.broadcast(tensors)
-    return decode(tensors, document) if document else None
+    return from_parts(group.broadcast_tensors(tensors), document) if document else None
 
 
 def _read_initial_embedding(config: TrainConfig, group: Group) -> torch.Tensor | None:
     """Rank 0's rows of --initial_embedding, for all processes: the others' machines need no such file."""
     if config.initial_embedding is None:
         return None
-    content = b""
+    rows = None
     if group.leads:
         path = Path(config.initial_embedding).expanduser()
-        content = save({"rows": load_initial_rows(path, config.num_vectors).contiguous()})
-    return load(group.broadcast(content))["rows"]
+        rows = {"rows": load_initial_rows(path, config.num_vectors)}
+    return group.broadcast_tensors(rows)["rows"]
 
 
 def _first_state(run: Run, resumed: tuple[State, Identity] | None) -> State:
@@ -199,8 +200,7 @@ def _first_state(run: Run, resumed: tuple[State, Identity] | None) -> State:
         IcomError: the checkpoint is another run's, or of a step past the end.
     """
     if resumed is None:
-        rows = run.concept.rows.detach().clone()
-        return State(0, 0, rows, torch.zeros_like(rows), torch.zeros_like(rows))
+        return State(0, 0)
     state, identity = resumed
     if changed := differences(identity, run.identity):
         raise IcomError(
@@ -297,108 +297,35 @@ def _show(run: Run, step: int) -> None:
     config = run.config
     if step % config.save_steps == 0:
         path = run.output / f"learned_embeds-steps-{step}.safetensors"
-        save_embedding(path, config.placeholder_token, run.concept.rows)
+        run.method.save(path)
     if config.validation_prompt and step % config.validation_steps == 0:
         validate(run, step)
 
 
-def optimizer_step(run: Run, next_sample: int, stop_signal: int = 0) -> tuple[float, int]:
-    """One optimizer step.
-
-    Args:
-        run: rows, optimizer and scheduler advance.
-        next_sample: index of the step's first sample.
-        stop_signal: number of the signal that this process got, or 0.
-
-    Returns:
-        (mean loss over all processes, highest signal that any process got). With a loss or gradient that is not
-        finite the optimizer did not step; the loss is then not finite either, nor when the rows have become so.
-    """
-    config, group = run.config, run.group
-    rows = run.concept.rows
-    total = 0.0
-    for micro in range(config.gradient_accumulation_steps):
-        offset = (micro * group.size + group.rank) * config.train_batch_size
-        loss = batch_loss(run, range(next_sample + offset, next_sample + offset + config.train_batch_size))
-        (loss / config.gradient_accumulation_steps).backward()
-        total += loss.item() / config.gradient_accumulation_steps
-    assert rows.grad is not None
-    if group.size > 1:
-        signals = [stop_signal if rank == group.rank else 0 for rank in range(group.size)]
-        summed = group.sum(message(rows.grad, total, signals).to(rows.device)).cpu()
-        rows.grad.copy_((summed[: rows.numel()] / group.size).view_as(rows))
-        total = float(summed[rows.numel()]) / group.size
-        stop_signal = int(summed[rows.numel() + 1 :].max())
-    if not bool(torch.isfinite(rows.grad).all()):
-        total = math.nan
-    if math.isfinite(total):
-        run.optimizer.step()
-        run.lr_scheduler.step()
-        if not bool(torch.isfinite(rows).all()):
-            total = math.nan
-    run.optimizer.zero_grad(set_to_none=True)
-    return total, stop_signal
-
-
-def message(gradient: torch.Tensor, loss: float, signals: list[int]) -> torch.Tensor:
-    """Everything that processes have to agree on in an optimizer step, to be summed: float32, a few KB."""
-    return torch.cat([gradient.flatten().cpu(), torch.tensor([loss, *signals])])
-
-
-def batch_loss(run: Run, indices: range) -> torch.Tensor:
-    """The loss of a batch of the stream's samples."""
-    backend, model = run.backend, run.model
-    samples = [run.stream[index] for index in indices]
-    latents, noises = [], []
-    for sample in samples:
-        vae_noise, noise = gaussian_noise(sample, tuple(run.moments.mean.shape[2:]))
-        latents.append(run.moments.sample(sample.picture, flip=sample.flip, noise=vae_noise))
-        noises.append(noise)
-    vae_config: dict[str, Any] = dict(model.vae.config)
-    scaled = (torch.stack(latents) - (vae_config.get("shift_factor") or 0.0)) * vae_config["scaling_factor"]
-    ids = run.captions[[sample.template for sample in samples]].to(backend.device)
-    with backend.autocast():
-        text = model.text_encoder(ids)[0]
-    return diffusion_loss(
-        model.unet,
-        model.noise_scheduler,
-        scaled.to(backend.device, backend.dtype),
-        torch.stack(noises).to(backend.device, backend.dtype),
-        torch.tensor([sample.timestep for sample in samples], device=backend.device),
-        text.to(backend.dtype),
-    )
-
-
 def _save(run: Run, step: int, next_sample: int) -> None:
-    moments = run.optimizer.state[run.concept.rows]
+    kept = run.optimizer.state_dict()["state"]
     state = State(
         step,
         next_sample,
-        run.concept.rows.detach().cpu(),
-        moments["exp_avg"].cpu(),
-        moments["exp_avg_sq"].cpu(),
+        {name: parameter.detach().cpu() for name, parameter in run.method.parameters.items()},
+        {name: _on_cpu(kept[index]) for index, name in enumerate(run.method.parameters)},
         dict(run.backend.choices),
     )
     save_checkpoint(run.output, state, run.identity, settings(run.config))
 
 
+def _on_cpu(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.cpu() for name, tensor in tensors.items()}
+
+
 def _restore(run: Run, state: State) -> None:
     """Put a checkpoint's numbers back where `_save` took them from."""
-    rows = run.concept.rows
     run.backend.choices.update(state.choices)
     with torch.no_grad():
-        rows.copy_(state.rows)
-    run.optimizer.state[rows] = {
-        "step": torch.tensor(float(state.step)),
-        "exp_avg": state.exp_avg.to(rows.device),
-        "exp_avg_sq": state.exp_avg_sq.to(rows.device),
-    }
-    # The rate is a function of the step alone (LambdaLR.get_lr), so that nothing of the scheduler has to be kept.
-    schedule = run.lr_scheduler
-    rates = [base * f(state.step) for base, f in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
-    for group, rate in zip(run.optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    schedule.last_epoch, schedule._last_lr = state.step, rates
+        for name, parameter in run.method.parameters.items():
+            parameter.copy_(state.parameters[name])
+    kept = {index: state.optimizer[name] for index, name in enumerate(run.method.parameters)}
+    run.optimizer.load_state_dict(run.optimizer.state_dict() | {"state": kept})
 
 
 def _diverged(run: Run, step: int, loss: float) -> IcomError:

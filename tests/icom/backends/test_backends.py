@@ -30,9 +30,10 @@ from icom.data.images import list_pictures
 from icom.engine.precision import product_dtype
 from icom.errors import IcomError, UsageError
 from icom.models import loading
+from icom.parallel.place import Place
 from icom.training.report import read_metrics
 from icom.training.run import prepare
-from icom.training.train import batch_loss
+from icom.training.step import batch_loss
 from tests.support.command import ROOT, Result, start_process, train_arguments
 
 Command = Callable[..., Result]
@@ -283,18 +284,15 @@ def fake_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
 
 
-def test_each_process_has_its_own_gpu(monkeypatch: pytest.MonkeyPatch, fake_gpus: None) -> None:
+def test_each_process_has_its_own_gpu(fake_gpus: None) -> None:
     assert cuda.CudaBackend("bf16").device == torch.device("cuda", 0)
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    backend = cuda.CudaBackend("bf16")
+    backend = cuda.CudaBackend("bf16", place=Place(1, 4, local_rank=1, local_size=4))
     assert (backend.device, backend.dtype, backend.process_group) == (torch.device("cuda", 1), torch.bfloat16, "nccl")
     assert re.fullmatch(r"cuda \(NVIDIA A100-SXM4-80GB, PyTorch .*, CUDA 13.0\), bf16, cuda:1", backend.describe())
-    monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(UsageError, match=r"process 3 on this machine, and it has 2 GPUs.*--num_processes"):
-        cuda.CudaBackend("bf16")
+        cuda.CudaBackend("bf16", place=Place(2, 4, local_rank=2, local_size=4))
 
 
 def test_precisions_of_gpus(monkeypatch: pytest.MonkeyPatch, fake_gpus: None) -> None:

@@ -433,8 +433,9 @@ def test_ranks_get_cores_of_their_own(set_by_user: dict[str, str], bound: bool, 
     code = """if True:
         import json, os, torch
         from icom.engine.threads import use_own_cores
+        from icom.parallel.place import find_place
         before = os.sched_getaffinity(0)
-        use_own_cores()
+        use_own_cores(find_place(os.environ))
         print(json.dumps([sorted(before), sorted(os.sched_getaffinity(0)), torch.get_num_threads()]))
     """
     told = []

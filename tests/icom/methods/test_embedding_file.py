@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from icom.methods.embedding import placeholder_tokens
 from icom.methods.embedding_file import load_embedding, save_embedding
-from icom.methods.textual_inversion import placeholder_tokens
 from icom.models import loading
 from tests.support.command import Result, Run, assert_message, assert_refused
 from tests.support.fake_hub import FakeHub, Repository

@@ -1,6 +1,6 @@
 """Row-only training gives the vectors of the field's usual way: train the whole table, put the other rows back.
 
-Guards icom.methods.textual_inversion, icom.training.objective and icom.training.train.
+Guards icom.methods.embedding, icom.training.objective and icom.training.train.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from icom.config import TrainConfig
 from icom.data.images import list_pictures
 from icom.data.sampling import gaussian_noise
 from icom.models import loading
+from icom.models.parts import Conditioning
 from icom.training.objective import diffusion_loss
 from icom.training.run import Run, prepare
-from icom.training.train import optimizer_step
+from icom.training.step import optimizer_step
 
 STEPS = 20
 
@@ -62,7 +63,7 @@ def reference_rows(run: Run, config: TrainConfig) -> torch.Tensor:
             torch.stack(latents) * model.vae.config["scaling_factor"],
             torch.stack([noise[1] for noise in noises]),
             torch.tensor([s.timestep for s in samples]),
-            run.captions[[s.template for s in samples]],
+            run.method.captions[[s.template for s in samples]],
         )
     return trainer.rows
 
@@ -72,12 +73,12 @@ def reference_rows(run: Run, config: TrainConfig) -> torch.Tensor:
 def test_rows_equal_full_table_training(tmp_path: Path, weight_decay: float, accumulation: int) -> None:
     config = settings(tmp_path, adam_weight_decay=weight_decay, gradient_accumulation_steps=accumulation)
     run = our_run(config)
-    initial = run.concept.rows.detach().clone()
+    initial = run.method.parameters["rows"].detach().clone()
     for step in range(STEPS):
         optimizer_step(run, step * run.samples_per_step)
     expected = reference_rows(run, config)
     assert (initial - expected).abs().max() > 1e-2  # something was learned at all
-    torch.testing.assert_close(run.concept.rows.detach(), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(run.method.parameters["rows"].detach(), expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("model", ["bundled", "v-prediction"])
@@ -95,7 +96,7 @@ def test_loss_is_the_formula(tmp_path: Path, model: str) -> None:
     target = noise if model == "bundled" else alpha_bar.sqrt() * noise - (1 - alpha_bar).sqrt() * x
     with torch.no_grad():
         expected = (loaded.unet(noisy, timesteps, text).sample - target).square().mean()
-        actual = diffusion_loss(loaded.unet, loaded.noise_scheduler, x, noise, timesteps, text)
+        actual = diffusion_loss(loaded.unet, loaded.noise_scheduler, x, noise, timesteps, Conditioning(text))
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -107,5 +108,5 @@ def test_same_total_batch_gives_same_vectors_however_it_is_cut(tmp_path: Path) -
         run = our_run(config)
         for step in range(5):
             optimizer_step(run, step * run.samples_per_step)
-        results.append(run.concept.rows.detach())
+        results.append(run.method.parameters["rows"].detach())
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-5)

@@ -1,6 +1,6 @@
 """No learned word without effect goes unnoticed, in captions and in prompts.
 
-Guards icom.methods.prompts and icom.methods.textual_inversion.
+Guards icom.methods.prompts and icom.methods.embedding.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 
 from icom.data.captions import TEMPLATES
 from icom.errors import UsageError
+from icom.methods.embedding import add_words, check_captions, placeholder_tokens
 from icom.methods.embedding_file import Word, save_embedding
 from icom.methods.prompts import as_taught, check_prompts
-from icom.methods.textual_inversion import add_words, check_captions, placeholder_tokens
 from icom.models import loading
 from tests.support.command import Result, Run, assert_message, assert_refused
 

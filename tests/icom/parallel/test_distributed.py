@@ -23,7 +23,7 @@ from icom.errors import UsageError
 from icom.parallel.place import Place, choose_collectives, find_place, first_of_nodelist
 from icom.training.checkpoint import load_checkpoint
 from icom.training.report import read_metrics
-from icom.training.train import message
+from icom.training.step import message
 from tests.support.command import ROOT, Result, long, start_python, train_arguments
 
 Train = Callable[..., Result]
@@ -212,7 +212,7 @@ def test_one_small_all_reduce_per_step(tmp_path: Path) -> None:
     sizes = json.loads(re.findall(r"SIZES (.*)", result.out)[0])
     width = _rows(tmp_path / "rank0" / "out").shape[1]
     assert sizes == [4] + 4 * [4 * (width + 1 + 2)]  # the first one connects
-    assert message(torch.zeros(1, 768), 0.0, 64 * [0]).nbytes <= 10_000
+    assert sum(part.nbytes for part in message([torch.zeros(1, 768)], 0.0, 64 * [0])) <= 10_000
 
 
 CCL = """

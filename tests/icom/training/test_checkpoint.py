@@ -52,7 +52,12 @@ KILLED, DONE = 9, 0
 
 def save(folder: Path, step: int, value: float) -> None:
     rows = torch.full((1, 4), value)
-    save_checkpoint(folder, State(step, step, rows, rows.clone(), rows.clone()), IDENTITY, {})
+    save_checkpoint(
+        folder,
+        State(step, step, {"rows": rows}, {"rows": {"exp_avg": rows.clone(), "exp_avg_sq": rows.clone()}}),
+        IDENTITY,
+        {},
+    )
 
 
 def killed_before_each_call(prepared: Path, action: Callable[[Path], None]) -> Iterator[Path]:
@@ -96,7 +101,7 @@ def there(folder: Path) -> dict[int, float]:
     """Step -> the number in its rows; all checkpoints load."""
     states = [load_checkpoint(path)[0] for path in list_checkpoints(folder)]
     assert [path.name for path in list_checkpoints(folder)] == [f"checkpoint-{state.step}" for state in states]
-    return {state.step: float(state.rows[0, 0]) for state in states}
+    return {state.step: float(state.parameters["rows"][0, 0]) for state in states}
 
 
 def newest(folder: Path) -> tuple[int, float]:
@@ -104,7 +109,7 @@ def newest(folder: Path) -> tuple[int, float]:
     found = checkpoint.find_checkpoint(folder, "latest")
     assert found is not None
     state, _ = load_checkpoint(found)
-    return state.step, float(state.rows[0, 0])
+    return state.step, float(state.parameters["rows"][0, 0])
 
 
 @pytest.fixture(params=["exchange", "no exchange"])

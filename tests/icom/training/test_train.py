@@ -24,8 +24,8 @@ from safetensors.torch import load_file
 from icom import backends
 from icom.backends import fast_precision
 from icom.config import TrainConfig
+from icom.methods.embedding import add_placeholder
 from icom.methods.embedding_file import load_embedding
-from icom.methods.textual_inversion import add_placeholder
 from icom.models import loading
 from icom.parallel.group import ALONE, Group
 from icom.parallel.place import Place
@@ -133,7 +133,7 @@ def evaluate(samples: range, seed: int, learned: torch.Tensor | None = None) -> 
 
     from icom.data.images import list_pictures
     from icom.training.run import prepare
-    from icom.training.train import batch_loss
+    from icom.training.step import batch_loss
 
     backend, _ = backends.resolve("cpu", "no")
     config = TrainConfig(
@@ -148,7 +148,7 @@ def evaluate(samples: range, seed: int, learned: torch.Tensor | None = None) -> 
     run = prepare(config, backend, Accelerator(cpu=True), model, list_pictures("bundled"))
     with torch.no_grad():
         if learned is not None:
-            run.concept.rows.copy_(learned)
+            run.method.parameters["rows"].copy_(learned)
         return float(batch_loss(run, samples))
 
 

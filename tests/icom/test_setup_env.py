@@ -87,6 +87,7 @@ def test_torch_comes_from_the_given_index(clone: Clone, tmp_path: Path) -> None:
 # ---------------------------------------------------------------- once, and not again
 
 
+@pytest.mark.long
 def test_second_run_does_nothing_until_something_changes(clone: Clone) -> None:
     make_wheel(clone.wheels, "torch", TORCH)
     first = clone.make("setup-master")
@@ -173,6 +174,7 @@ def test_the_way_in_with_another_conda(setup_env: ModuleType, clone: Clone, name
     assert (pasted.stdout, pasted.stderr) == (f"{prefix}\n", "")
 
 
+@pytest.mark.long
 def test_the_printed_way_into_a_venv_works(clone: Clone) -> None:
     make_wheel(clone.wheels, "torch", TORCH)
     done = clone.make("setup-master", "VENV=my env")

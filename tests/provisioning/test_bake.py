@@ -88,6 +88,7 @@ def test_bakes_once_and_launches_all_from_it(
     assert left("baker") == []
 
 
+@pytest.mark.long
 def test_another_content_or_base_bakes_again(
     make: Icom, icom: Icom, nodes: Nodes, content: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,6 +118,7 @@ def test_bake_alone_leaves_the_image(
     assert left("alone") == []
 
 
+@pytest.mark.long
 def test_bake_beside_a_cluster_leaves_its_rules(
     make: Icom, bake: Icom, icom: Icom, ec2: Any, steps: Steps, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,6 +56,7 @@ def test_timer_is_armed_early_in_the_boot(tmp_path: Path) -> None:
     assert "icom-end" not in verified.stderr, verified
 
 
+@pytest.mark.long
 def test_nodes_that_are_added_end_with_the_others(provision: Icom, icom: Icom, ec2: Any, nodes: Nodes) -> None:
     """Whatever --max_hours says by then; the timer and the tag of every node say the same."""
     assert provision("--cluster", "ending", "--max_hours", "5").code == 0

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from provisioning.hostkeys import make_key
+from tests.support.command import long
 from tests.support.ec2 import Left, Nodes, security_group
 from tests.support.wire import Icom, Wire
 
@@ -29,7 +30,9 @@ def named(ec2: Any, name: str = NAME) -> list[str]:
     return [kind for kind, some in found.items() if some]
 
 
-@pytest.mark.parametrize("operation", ["CreateSecurityGroup", "ImportKeyPair", "CreatePlacementGroup", "CreateImage"])
+@pytest.mark.parametrize(
+    "operation", ["CreateSecurityGroup", long("ImportKeyPair"), long("CreatePlacementGroup"), long("CreateImage")]
+)
 def test_tags_that_ec2_loses(operation: str, provision: Icom, make: Icom, wire: Wire, ec2: Any, left: Left) -> None:
     """It answers as if it had set them."""
     wire.untagged = {operation}
@@ -61,6 +64,7 @@ def test_tags_that_ec2_loses_of_what_cannot_be_removed(
     assert named(ec2) == ["key-pair"]
 
 
+@pytest.mark.long
 def test_tags_that_somebody_took_away(make: Icom, icom: Icom, ec2: Any, left: Left) -> None:
     assert make("--cluster", "lost", "--placement_group").code == 0
     untagged = [
@@ -156,6 +160,7 @@ def hide(wire: Wire, nodes: Nodes) -> Callable[[str, int], list[int]]:
     return start
 
 
+@pytest.mark.long
 def test_two_of_three_are_shown(
     provision: Icom, icom: Icom, nodes: Nodes, left: Left, wire: Wire, hide: Callable[[str, int], list[int]]
 ) -> None:
@@ -180,6 +185,7 @@ def test_two_of_three_are_shown(
     assert icom("teardown", "--yes", "--cluster", "lost").code == 0
 
 
+@pytest.mark.long
 def test_failure_while_two_of_three_are_shown(
     provision: Icom, left: Left, hide: Callable[[str, int], list[int]]
 ) -> None:

@@ -19,7 +19,7 @@ import pytest
 
 import provisioning
 from provisioning import launches
-from tests.support.command import ROOT, start_process
+from tests.support.command import ROOT, long, start_process
 from tests.support.ec2 import Left, Nodes, output_of, security_group, ssh_sources, tags, user_data
 from tests.support.wire import Icom, Wire
 
@@ -108,6 +108,7 @@ def test_second_call_has_nothing_to_do_and_a_larger_count_adds(provision: Icom, 
     assert len(nodes("grow")) == 4
 
 
+@pytest.mark.long
 def test_failure_leaves_what_an_earlier_call_made(
     provision: Icom, wire: Wire, nodes: Nodes, left: Left, icom: Icom
 ) -> None:
@@ -150,6 +151,7 @@ def test_file_and_flags(provision: Icom, nodes: Nodes, tmp_path: Path) -> None:
     assert len(nodes("filed")) == 2
 
 
+@pytest.mark.long
 def test_teardown_in_another_region_does_not_say_that_all_is_gone(
     provision: Icom, icom: Icom, nodes: Nodes, tmp_path: Path
 ) -> None:
@@ -175,6 +177,7 @@ def test_stop_and_start(provision: Icom, icom: Icom, nodes: Nodes, tmp_path: Pat
         assert f"HostName {node['PublicIpAddress']}\n  HostKeyAlias {node['InstanceId']}" in config.read_text()
 
 
+@pytest.mark.long
 def test_clusters_side_by_side_do_not_touch(provision: Icom, icom: Icom, nodes: Nodes, left: Left) -> None:
     for name in ("side-a", "side-b"):
         assert provision("--cluster", name, "--count", "2", "--placement_group").code == 0
@@ -186,6 +189,7 @@ def test_clusters_side_by_side_do_not_touch(provision: Icom, icom: Icom, nodes: 
     assert left("side-b") == everything
 
 
+@pytest.mark.long
 def test_address_that_changed_replaces_the_old_rule(provision: Icom, ec2: Any) -> None:
     assert provision("--cluster", "moved", "--ssh_from", "198.51.100.4").code == 0
     id = security_group(ec2, "moved")["GroupId"]
@@ -201,6 +205,7 @@ def test_address_that_changed_replaces_the_old_rule(provision: Icom, ec2: Any) -
     assert ssh_sources(ec2, "moved") == ["9.9.9.9/32"]
 
 
+@pytest.mark.long
 def test_teardown_lists_what_is_left(provision: Icom, icom: Icom, ec2: Any, left: Left) -> None:
     """A foreign instance in the group keeps it from going, and nothing else; the exit code and a list say so."""
     assert provision("--cluster", "stuck", "--placement_group").code == 0
@@ -221,6 +226,7 @@ def test_teardown_lists_what_is_left(provision: Icom, icom: Icom, ec2: Any, left
     assert left("stuck") == [group["GroupId"]]
 
 
+@pytest.mark.long
 def test_teardown_waits_for_a_node_in_any_state(provision: Icom, icom: Icom, wire: Wire) -> None:
     """One that EC2 still shows as pending, and does not end, is a timeout that is told as one."""
     assert provision("--cluster", "slow").code == 0
@@ -233,6 +239,7 @@ def test_teardown_waits_for_a_node_in_any_state(provision: Icom, icom: Icom, wir
     assert icom("teardown", "--cluster", "slow", "--yes").code == 0
 
 
+@pytest.mark.long
 def test_launch_whose_answer_was_lost_and_whose_tags_show_late(
     provision: Icom, wire: Wire, left: Left, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,6 +256,7 @@ def test_launch_whose_answer_was_lost_and_whose_tags_show_late(
     assert left("lost") == []
 
 
+@pytest.mark.long
 def test_teardown_with_images(provision: Icom, icom: Icom, ec2: Any, nodes: Nodes, left: Left) -> None:
     assert provision("--cluster", "baked").code == 0
     mark = [{"Key": "icom:cluster", "Value": "baked"}]
@@ -310,7 +318,7 @@ def test_nodes_whose_tags_show_after_half_a_minute_are_waited_for(
     assert provision("--cluster", "shy", "--count", "2").code == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, long(signal.SIGHUP)])
 def test_signal_to_a_real_process(number: signal.Signals, moto: str, wire: Wire, left: Left) -> None:
     """The whole program, from the outside, while it waits for the nodes to run. After SIGHUP nobody reads any more."""
     arguments = (

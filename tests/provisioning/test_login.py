@@ -66,6 +66,7 @@ except ssh.IcomError as error:
 """
 
 
+@pytest.mark.long
 def test_login_that_is_refused_while_the_node_boots(hosts_possible: None) -> None:
     with cluster(2) as hosts:
         keys = hosts[1].path(HOME / ".ssh/authorized_keys")

@@ -79,6 +79,7 @@ def profile(wire: Wire, moto: str) -> str:
     return str(iam.create_instance_profile(InstanceProfileName="reader")["InstanceProfile"]["InstanceProfileName"])
 
 
+@pytest.mark.long
 def test_nodes_of_a_cluster_are_alike(provision: Icom, profile: str, ec2: Any, tmp_path: Path) -> None:
     """Each option that DescribeInstances tells of: a second call without it."""
     key = tmp_path / "special.pem"

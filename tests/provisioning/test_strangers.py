@@ -69,6 +69,7 @@ def assert_only_ours(folder: Path) -> None:
             assert said["stricthostkeychecking"] == "true"
 
 
+@pytest.mark.long
 def test_roles_of_strangers_while_nodes_are_waited_for(
     provision: Icom, ec2: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -88,6 +89,7 @@ def test_roles_of_strangers_while_nodes_are_waited_for(
     assert obeyed(result.out + result.err) == []
 
 
+@pytest.mark.long
 def test_strangers_do_not_keep_icom_from_the_cluster(provision: Icom, icom: Icom, ec2: Any, tmp_path: Path) -> None:
     """They are shown by their ids, and go with the rest; a second call takes none for a node."""
     assert provision("--cluster", "tagged").code == 0

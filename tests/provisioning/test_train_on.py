@@ -310,6 +310,7 @@ def test_lost_connection_leaves_the_training_alone(box: Box, shared: Path, photo
     assert list(output.glob("checkpoint-*"))
 
 
+@pytest.mark.long
 def test_failing_training_gives_its_exit_code_and_message(box: Box, shared: Path, photos: Path) -> None:
     code, said = box.train(train_data_dir=photos, output_dir=shared / "failed", learning_rate=1e30)
     assert "The loss became nan" in said

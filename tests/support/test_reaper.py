@@ -109,6 +109,7 @@ def test_that_leaves_something():
 """
 
 
+@pytest.mark.long
 def test_leaving_something_fails_the_run(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "pytest", *nested(tmp_path, LEAVES)]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -165,6 +165,7 @@ def test_judge_sees_nothing_where_nothing_is() -> None:
         assert sum(verdict.shape == NOTHING for verdict in verdicts) >= 36
 
 
+@pytest.mark.long
 def test_model_draws_what_it_is_told() -> None:
     """24 prompts; an untrained model gets one in 64 right."""
     rng = random.Random(11)
@@ -181,6 +182,7 @@ def test_weights_are_small() -> None:
     assert not [path for path in loading.BUNDLE.rglob("*") if path.suffix in (".bin", ".pt", ".ckpt")]
 
 
+@pytest.mark.long
 def test_opens_in_plain_diffusers() -> None:
     from diffusers import StableDiffusionPipeline
 

@@ -70,6 +70,7 @@ def test_healthy_machine_in_table_and_json(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [file]
 
 
+@pytest.mark.long
 def test_instruction_set_is_what_onednn_tells_of_the_same_work() -> None:
     """Against the names in oneDNN's lines for a bf16 product that is made here; and with AMX switched off."""
     work = "import torch; a = torch.ones(256, 256, dtype=torch.bfloat16); a @ a"
@@ -366,6 +367,7 @@ def test_cgroup_with_less_than_a_core(tmp_path: Path) -> None:
     assert (line.status, "0.50 CPUs" in line.value) == ("warning", True)
 
 
+@pytest.mark.long
 def test_default_configuration_of_an_older_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`accelerate launch` without --config_file reads it, and ends in a traceback before icom runs."""
     monkeypatch.setenv("HF_HOME", str(tmp_path))

@@ -360,6 +360,7 @@ def test_pictures_say_what_they_were_drawn_with(draw: Draw, rows: dict[str, Path
 # Pictures of a training run.
 
 
+@pytest.mark.long
 def test_validation_pictures_leave_training_alone(train: Command, tmp_path: Path) -> None:
     plain, watched = tmp_path / "plain", tmp_path / "watched"
     assert train(output_dir=plain, max_train_steps=5).code == 0

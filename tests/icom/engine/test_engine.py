@@ -32,7 +32,7 @@ from icom.models import loading
 from icom.models.architectures import ARCHITECTURES
 from icom.models.parts import UNET
 from icom.training.report import read_metrics
-from tests.support.command import Result
+from tests.support.command import Result, long
 
 WAYS = {
     "stock": attention.stock,
@@ -423,9 +423,9 @@ def test_probe_notices_a_missing_and_a_wrong_operator(monkeypatch: pytest.Monkey
     ("set_by_user", "bound", "threads"),
     [
         ({}, True, None),
-        ({"OMP_NUM_THREADS": "1"}, True, 1),
-        ({"OMP_PLACES": "{0}"}, False, None),
-        ({"KMP_AFFINITY": "granularity=fine,compact,1,0"}, True, None),  # accelerate launch sets it for everybody
+        long({"OMP_NUM_THREADS": "1"}, True, 1),
+        long({"OMP_PLACES": "{0}"}, False, None),
+        long({"KMP_AFFINITY": "granularity=fine,compact,1,0"}, True, None),  # accelerate launch sets it for everybody
     ],
 )
 def test_ranks_get_cores_of_their_own(set_by_user: dict[str, str], bound: bool, threads: int | None) -> None:

@@ -98,6 +98,7 @@ def test_spellings_of_other_tools(
             assert torch.equal(found, expected), key
 
 
+@pytest.mark.long
 def test_full_pipeline_is_the_conversion(train: Run, folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     model = folder.parent / "model.safetensors"

@@ -194,6 +194,7 @@ def test_three_ranks_equal_one(tmp_path: Path, train: Train, ranks: Callable[...
     assert (state.step, state.next_sample) == (12, 8 * 3 + 4 * 2)
 
 
+@pytest.mark.long
 def test_one_small_all_reduce_per_step(tmp_path: Path) -> None:
     """What goes over the network in a step is the rows' gradient, the loss and a number per process."""
     arguments = train_arguments(output_dir="out", max_train_steps=4)
@@ -265,6 +266,7 @@ def test_killed_rank_ends_all(victim: int, ranks: Callable[..., Ranks]) -> None:
     assert steps == list(range(1, 31))
 
 
+@pytest.mark.long
 def test_divergence_is_told_by_the_one_that_knows_the_checkpoints(ranks: Callable[..., Ranks]) -> None:
     results = ranks(2, max_train_steps=9, checkpointing_steps=1, learning_rate=1e30).results()
     assert [result.code for result in results] == [1, 1]

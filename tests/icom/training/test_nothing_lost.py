@@ -221,6 +221,7 @@ def test_full_disk(train: Run, tmp_path: Path, tracker: str) -> None:
     assert (result.code, "resumed after step" in result.out) == (0, True)
 
 
+@pytest.mark.long
 def test_disk_that_has_no_room_for_the_whole_pipeline(tmp_path: Path) -> None:
     disk, kept = tmp_path / "disk", tmp_path / "disk.kept"
     mount = 'mount -t tmpfs -o size=500k none "$DISK"; OPTIONS="--save_as_full_pipeline --max_train_steps=2"'

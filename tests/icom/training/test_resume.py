@@ -82,6 +82,7 @@ def test_kill_9_at_random_moments(kills: int, tmp_path: Path, train: Callable[..
     assert (killed / last).read_bytes() == (whole / last).read_bytes()
 
 
+@pytest.mark.long
 def test_sigterm_saves_and_exits_143(tmp_path: Path, train: Callable[..., Result]) -> None:
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     options = OPTIONS | {"checkpointing_steps": 1000}
@@ -99,6 +100,7 @@ def test_sigterm_saves_and_exits_143(tmp_path: Path, train: Callable[..., Result
     assert torch.equal(rows(stopped), rows(whole))
 
 
+@pytest.mark.long
 def test_resume_from_an_older_checkpoint_and_with_more_steps(tmp_path: Path, train: Callable[..., Result]) -> None:
     options: dict[str, object] = {"checkpointing_steps": 2, "lr_scheduler": "constant"}
     whole, parts = tmp_path / "whole", tmp_path / "parts"

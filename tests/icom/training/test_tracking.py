@@ -93,6 +93,7 @@ def test_logging_dir(train: Train, tmp_path: Path) -> None:
     assert not (tmp_path / "logs").exists()
 
 
+@pytest.mark.long
 def test_none_writes_nothing(train: Train, tmp_path: Path) -> None:
     result = train(output_dir=tmp_path, report_to="none", **VALIDATION)
     assert result.code == 0
@@ -102,6 +103,7 @@ def test_none_writes_nothing(train: Train, tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_no_keys")
 @pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed")
 def test_wandb_works_offline(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from icom.parallel.place import Place
 from icom.training import results
 from icom.training.report import read_metrics
 from icom.training.run import precision_of
-from tests.support.command import ROOT, Result, start_process, train_arguments
+from tests.support.command import ROOT, Result, long, start_process, train_arguments
 
 Train = Callable[..., Result]
 
@@ -110,6 +110,7 @@ def test_only_placeholder_ids_get_trained_rows_and_gradients() -> None:
     assert concept.rows.grad is not None
 
 
+@pytest.mark.long
 def test_loss_falls_by_a_margin(tmp_path: Path, train: Train) -> None:
     """On the same 200 fresh samples: the trained row against the row that it started from."""
     assert train(output_dir=tmp_path, max_train_steps=300, learning_rate=5e-2, seed=7).code == 0
@@ -118,6 +119,7 @@ def test_loss_falls_by_a_margin(tmp_path: Path, train: Train) -> None:
     assert trained < 0.97 * untrained
 
 
+@pytest.mark.long
 def test_steps_take_the_streams_samples_one_after_the_other(tmp_path: Path, train: Train) -> None:
     """With rows that hardly move, step k's loss is the loss of the k-th part of the stream."""
     options = {"train_batch_size": 2, "gradient_accumulation_steps": 3, "learning_rate": 1e-12, "max_train_steps": 4}
@@ -225,6 +227,7 @@ def test_auto_of_several_ranks_is_rank_0s(monkeypatch: pytest.MonkeyPatch) -> No
         assert precision_of(named, second) == ("no", "")  # the disagreement is found with the other options
 
 
+@pytest.mark.long
 def test_emulated_bf16_is_said_once_with_its_price(tmp_path: Path) -> None:
     """On any machine: the variables leave no bf16 instructions."""
     limits = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
@@ -275,6 +278,7 @@ def test_random_architecture_trains(tmp_path: Path, train: Train) -> None:
     assert train(output_dir=tmp_path, pretrained_model_name_or_path="random:tiny").code == 0
 
 
+@pytest.mark.long
 def test_tokenizer_from_a_bare_vocabulary(tmp_path: Path, train: Train) -> None:
     """Two files, as OpenAI published CLIP's: no limit of length is known from them, and pictures need one."""
     vocabulary = json.loads((loading.BUNDLE / "tokenizer" / "tokenizer.json").read_text())["model"]
@@ -308,7 +312,9 @@ EPOCHS = [
 ]
 
 
-@pytest.mark.parametrize("file, flags, steps", EPOCHS, ids=str)
+@pytest.mark.parametrize(
+    "file, flags, steps", [EPOCHS[1], *(long(*case) for case in EPOCHS if case != EPOCHS[1])], ids=str
+)
 def test_who_names_epochs_alone_gets_them(
     tmp_path: Path, train: Train, file: str, flags: dict[str, object], steps: int
 ) -> None:
@@ -346,6 +352,7 @@ def test_comparison_pictures_and_curve(tmp_path: Path, train: Train) -> None:
     assert picture(tmp_path / "loss.png").size[0] > 500
 
 
+@pytest.mark.long
 def test_comparison_pictures_may_take_a_share_of_the_training(
     tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -366,6 +373,7 @@ def test_comparison_pictures_may_take_a_share_of_the_training(
     assert picture(tmp_path / "long" / "comparison.png").size == (64, 132)
 
 
+@pytest.mark.long
 def test_cheap_comparison_pictures_are_always_drawn(
     tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -374,6 +382,7 @@ def test_cheap_comparison_pictures_are_always_drawn(
     assert picture(tmp_path / "comparison.png").size == (64, 132)
 
 
+@pytest.mark.long
 def test_scale_lr_multiplies(tmp_path: Path, train: Train) -> None:
     assert train(output_dir=tmp_path, scale_lr=True, train_batch_size=2, gradient_accumulation_steps=3).code == 0
     first = read_metrics(tmp_path / "metrics.jsonl")[0]
@@ -406,7 +415,7 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", [long("icom"), long("script"), long("module"), "accelerate"])
 def test_every_way_to_start_is_the_same_program(tmp_path: Path, launcher: str) -> None:
     """ICOM's command line as it stands; the embedding it gives is the same everywhere."""
     from diffusers import StableDiffusionPipeline
@@ -427,6 +436,7 @@ def test_every_way_to_start_is_the_same_program(tmp_path: Path, launcher: str) -
 EMBEDDINGS: list[torch.Tensor] = []
 
 
+@pytest.mark.long
 def test_two_processes_equal_one_with_twice_the_batch(tmp_path: Path, train: Train) -> None:
     """Real processes and the real gloo; equal up to the order of float32 sums."""
     options = {"max_train_steps": 5, "save_steps": 5}

@@ -12,25 +12,22 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 from icom import __version__
-from icom.config import (
-    BenchConfig,
-    ConvertConfig,
-    DemoConfig,
-    DoctorConfig,
-    GenerateConfig,
-    ParamsConfig,
-    TrainConfig,
-    load_train_config,
-)
+from icom.config.bench import BenchConfig
+from icom.config.convert import ConvertConfig
+from icom.config.demo import DemoConfig
+from icom.config.doctor import DoctorConfig
+from icom.config.generate import GenerateConfig
+from icom.config.launch import LaunchEnvConfig, LaunchMpirunConfig
+from icom.config.loading import read_flags
+from icom.config.params import ParamsConfig
+from icom.config.train import TrainConfig, load_train_config, to_yaml
 from icom.errors import IcomError
 from icom.files import is_full, write_error
-from icom.launch.config import LaunchEnvConfig, LaunchMpirunConfig
 from icom.names import plain
 from icom.signals import STOPPED, own_process, stopping_at_once
 from provisioning.config import (
@@ -70,6 +67,12 @@ COMMANDS: dict[str, tuple[Any, str]] = {
 }
 """Command -> (its options, the function that runs it)."""
 
+FROM_FILES: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+    "train": load_train_config,
+    "provision": load_provision_config,
+}
+"""Commands with --config -> what lays their flags over the file."""
+
 GROUPS = {"launch": "Train on several machines with mpirun."}
 """First word of the commands with two -> what they are for."""
 
@@ -106,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def run(argv: list[str]) -> None:
-    """Parse `argv` and run its command. tyro prints help (exit 0) and usage errors (exit 2) itself."""
+    """Parse `argv` and run its command."""
     if argv == ["--version"]:
         print(f"icom {__version__}")
         return
@@ -114,10 +117,7 @@ def run(argv: list[str]) -> None:
     if isinstance(config, TrainConfig):
         # Else every lost connection is followed by pages of C++ stack. Read when torch is first imported.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-        config = load_train_config(config.config, config, given_options(argv))
         if config.print_config:
-            from icom.config import to_yaml
-
             print(to_yaml(config), end="")
             return
         if config.on:
@@ -125,8 +125,6 @@ def run(argv: list[str]) -> None:
 
             train_on(config)
             return
-    if isinstance(config, ProvisionConfig):
-        config = load_provision_config(config, given_options(argv, ProvisionConfig))
     for options, target in COMMANDS.values():
         if isinstance(config, options):
             module, function = target.split(":")
@@ -134,11 +132,17 @@ def run(argv: list[str]) -> None:
 
 
 def parse(argv: list[str]) -> Any:
-    """The options object of the command in `argv`. Required values may still be missing: a YAML file can give them."""
+    """The options of the command in `argv`, checked. tyro prints help (exit 0) and usage errors (exit 2) itself.
+
+    Raises:
+        UsageError: an impossible value, or a file that cannot be read.
+    """
     import tyro
 
     if os.environ.get("NO_COLOR"):  # no-color.org; rich heeds it, tyro does not
         tyro._experimental_options["ansi_codes"] = False
+    if argv and (load := FROM_FILES.get(argv[0])):
+        return load(read_flags(COMMANDS[argv[0]][0], argv[1:], f"icom {argv[0]}"))
     # By first word: the command itself, or the union of those below it.
     commands: dict[str, Any] = {}
     for name, (options, _) in COMMANDS.items():
@@ -155,14 +159,3 @@ def parse(argv: list[str]) -> Any:
         "Try it without a download: icom demo",
         use_underscores=True,
     )
-
-
-def given_options(argv: Sequence[str], options: Any = TrainConfig) -> list[str]:
-    """Names of the options that stand in `argv`, whichever spelling (--a_b, --a-b, --no_a, --a=1)."""
-    names = {f.name for f in fields(options)}
-    given = []
-    for word in argv:
-        name = word.removeprefix("--").split("=")[0].replace("-", "_")
-        if word.startswith("--"):
-            given += [name for name in (name, name.removeprefix("no_")) if name in names][:1]
-    return given

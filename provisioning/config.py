@@ -5,15 +5,15 @@ from __future__ import annotations
 import ipaddress
 import re
 import shlex
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import tyro
 
 from icom import names
-from icom.config import read_yaml, without_the_environment
+from icom.config.loading import layers, merge
 from icom.errors import UsageError
 from icom.names import Malformed
 
@@ -236,35 +236,15 @@ def _check_option(option: str, parse: Callable[[Any], object], value: object) ->
         raise UsageError(f"--{option}: {error}") from None
 
 
-def load_provision_config(flags: ProvisionConfig, given: Sequence[str]) -> ProvisionConfig:
-    """Lay the flags that were given over `--config`, and check the whole.
-
-    Args:
-        flags: what the command-line parser returned.
-        given: names of the options that stood on the command line; only these override the file.
+def load_provision_config(flags: Mapping[str, Any]) -> ProvisionConfig:
+    """Lay the flags that were given over --config, and check the whole.
 
     Raises:
         UsageError: unreadable file, unknown key, wrong type or impossible value.
     """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    config = flags
-    if flags.config:
-        content = read_yaml(flags.config)
-        known = {f.name for f in fields(ProvisionConfig)}
-        if unknown := sorted(set(content) - known):
-            raise UsageError(f"Unknown option in {flags.config}: {', '.join(unknown)}. See icom provision --help.")
-        chosen = {name: getattr(flags, name) for name in given}
-        try:
-            with without_the_environment(flags.config):
-                merged = OmegaConf.merge(OmegaConf.structured(ProvisionConfig), content, chosen)
-                loaded: Any = OmegaConf.to_object(merged)
-        except OmegaConfBaseException as error:
-            raise UsageError(f"Bad value in {flags.config}: {str(error).splitlines()[0]}") from error
-        config = loaded
-        given = [*given, *content]
-    if config.from_this_instance and (fixed := sorted(set(given) & AS_THIS_INSTANCE)):
+    chosen = layers(flags)
+    config = merge(ProvisionConfig, chosen, flags.get("config"))
+    if config.from_this_instance and (fixed := sorted(AS_THIS_INSTANCE & set().union(*chosen))):
         raise UsageError(f"The workers' {', '.join(fixed)} are this instance's with --from_this_instance: drop it.")
     check_provision_config(config)
     return config

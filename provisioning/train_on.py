@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 from icom import names
-from icom.config import TrainConfig, load_train_config, to_yaml
+from icom.config.train import TrainConfig, load_train_config, to_yaml
 from icom.errors import IcomError, Stopped, UsageError
 from icom.files import make_writable_folder, write_atomically
 from icom.signals import StopRequest
@@ -314,7 +314,7 @@ def _speak_of_here(path: Path, config: TrainConfig) -> None:
             "output_dir",
         )
         here = {name: getattr(config, name) for name in places}
-        write_atomically(path, to_yaml(replace(load_train_config(str(path), config, []), **here)).encode())
+        write_atomically(path, to_yaml(replace(load_train_config({"config": str(path)}), **here)).encode())
 
 
 @contextmanager

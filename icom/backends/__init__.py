@@ -12,7 +12,7 @@ import torch
 
 from icom.backends import cuda, ipex
 from icom.backends.cpu import CpuBackend
-from icom.config import BackendName, Precision
+from icom.config.common import BackendName, Precision
 from icom.engine.choices import machine_key
 from icom.engine.precision import product_dtype
 from icom.errors import UsageError

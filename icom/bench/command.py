@@ -19,8 +19,8 @@ import torch
 from icom import backends
 from icom.bench.measure import Job, Measurement, count_flops
 from icom.bench.ranks import bench_ranks
-from icom.config import BenchConfig, check_resolution
-from icom.errors import IcomError, UsageError
+from icom.config.bench import BenchConfig
+from icom.errors import IcomError
 from icom.files import cache_folder, write_atomically
 from icom.machine import cpu_model
 from icom.models.architectures import ARCHITECTURES
@@ -33,17 +33,10 @@ def bench(config: BenchConfig) -> None:
     """Measure, print the table, and write --json, or the files of --sweep.
 
     Raises:
-        UsageError: an impossible option.
+        UsageError: --ranks asks for more than this machine has.
         IcomError: a measuring process failed.
     """
-    for name in ("steps", "rounds", "batch_size"):
-        if getattr(config, name) < 1:
-            raise UsageError(f"--{name} has to be at least 1.")
-    if not config.sweep_batch_sizes or min(config.sweep_batch_sizes) < 1:
-        raise UsageError("--sweep_batch_sizes takes one or more numbers from 1 up.")
-    resolution = config.resolution or ARCHITECTURES[config.arch].resolution
-    check_resolution(resolution)
-    config = dataclasses.replace(config, resolution=resolution)
+    config = dataclasses.replace(config, resolution=config.resolution or ARCHITECTURES[config.arch].resolution)
     if config.ranks is not None:
         bench_ranks(config, _job(config), machine())
         return

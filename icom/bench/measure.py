@@ -22,7 +22,8 @@ import torch.nn.functional as F
 
 from icom import backends
 from icom.bench.reference import ReferenceTrainer
-from icom.config import BackendName, TrainConfig
+from icom.config.common import BackendName
+from icom.config.train import TrainConfig
 from icom.data.captions import TEMPLATES
 from icom.data.images import Transform, list_pictures, pixels, read_picture
 from icom.data.sampling import SampleStream, gaussian_noise

@@ -21,7 +21,7 @@ from typing import Any
 
 from icom import backends, machine
 from icom.bench.measure import Job, Measurement
-from icom.config import BenchConfig
+from icom.config.bench import BenchConfig, parse_ranks
 from icom.errors import IcomError, UsageError
 from icom.files import write_atomically
 from icom.progress import progress
@@ -41,12 +41,10 @@ def bench_ranks(config: BenchConfig, job: Job, here: dict[str, Any]) -> None:
         here: the machine, for the record.
 
     Raises:
-        UsageError: --ranks is no list of numbers, asks for more than there are cores, or does not fit other options.
+        UsageError: --ranks asks for more than there are cores, or for what this machine computes on something else.
         IcomError: a process failed.
     """
     sizes = parse_ranks(config.ranks or "")
-    if config.sweep or config.compare != "none":
-        raise UsageError("--ranks measures groups of processes: drop --sweep and --compare.")
     if config.backend == "cuda" or (config.backend == "auto" and backends.why_not("cuda") is None):
         raise UsageError("--ranks shares out CPU cores: add --backend cpu.")
     cores = machine.cores_of_rank(0, 1)
@@ -68,18 +66,6 @@ def bench_ranks(config: BenchConfig, job: Job, here: dict[str, Any]) -> None:
     _print_table(result)
     if config.json:
         write_atomically(Path(config.json), json.dumps(result, indent=1).encode(), "--json")
-
-
-def parse_ranks(text: str) -> list[int]:
-    """`1,2` is [1, 2]: ascending, and 1 is always among them.
-
-    Raises:
-        UsageError: something else than numbers from 1 up.
-    """
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() and int(word) for word in words):
-        raise UsageError(f"--ranks takes numbers of processes from 1 up, as in 1,2; not {text!r}.")
-    return sorted({1, *map(int, words)})
 
 
 def run_side_by_side(name: str, job: Job, slots: list[list[int]], *, joined: bool) -> list[Measurement]:

@@ -16,7 +16,7 @@ from icom.methods.embedding import initializer_ids, placeholder_tokens
 from icom.training.objective import diffusion_loss
 
 if TYPE_CHECKING:
-    from icom.config import TrainConfig
+    from icom.config.train import TrainConfig
     from icom.models.loading import Model
 
 

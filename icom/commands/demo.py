@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from icom.commands.generate import draw_together
-from icom.config import DemoConfig, TrainConfig, load_train_config
-from icom.errors import UsageError
+from icom.config.demo import DemoConfig
+from icom.config.train import load_train_config
 from icom.methods.embedding_file import load_embedding
 from icom.models import loading
 from icom.progress import progress
@@ -73,14 +73,11 @@ def demo(config: DemoConfig) -> None:
     """Learn a concept, draw and judge it before and after, and show all that.
 
     Raises:
-        UsageError: no pictures asked for.
         IcomError: --output_dir cannot be written.
     """
     from rich.console import Console
     from rich.table import Table
 
-    if config.num_images < 1:
-        raise UsageError("--num_images has to be at least 1.")
     began = time.monotonic()
     output = Path(config.output_dir)
     flags: dict[str, Any] = {"seed": config.seed, "output_dir": config.output_dir, "backend": config.backend}
@@ -118,7 +115,7 @@ def learn(concept: str, flags: dict[str, Any], *, num_images: int) -> Learned:
     thing = CONCEPTS[concept]
     words = {"placeholder_token": TOKEN, "initializer_token": INITIALIZER, "train_data_dir": f"bundled:{concept}"}
     options = {"num_comparison_images": 0, "report_to": "none", **words, **flags}
-    settled = load_train_config(None, TrainConfig(**options), list(options))
+    settled = load_train_config(options)
     began = time.monotonic()
     train(settled)
     seconds = time.monotonic() - began

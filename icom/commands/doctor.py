@@ -30,7 +30,7 @@ from typing import Literal
 from urllib.parse import unquote, urlsplit
 
 from icom import machine
-from icom.config import DoctorConfig
+from icom.config.doctor import DoctorConfig
 from icom.engine.memory import keep_freed_memory
 from icom.errors import IcomError
 from icom.files import cache_folder, is_full, write_atomically, write_error

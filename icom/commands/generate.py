@@ -6,12 +6,14 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 
 from icom import backends
-from icom.config import GenerateConfig, check_resolution, read_yaml
+from icom.config.common import flat
+from icom.config.generate import GenerateConfig
+from icom.config.loading import read_yaml
 from icom.engine.memory import keep_freed_memory
 from icom.errors import IcomError, UsageError
 from icom.files import make_writable_folder
@@ -36,17 +38,8 @@ def generate(config: GenerateConfig) -> None:
     """
     keep_freed_memory()
     prompts = all_prompts(config)
-    if config.resolution is not None:
-        check_resolution(config.resolution)
-    for name in ("num_images_per_prompt", "num_inference_steps"):
-        if getattr(config, name) < 1:
-            raise UsageError(f"--{name} has to be at least 1.")
-    first_seeds = _flat(config.seed) or [0]
-    for seed in first_seeds:
-        if not 0 <= seed < 2**63 - config.num_images_per_prompt:
-            raise UsageError(f"--seed has to be between 0 and 2^63 - 1, not {seed}.")
     backend, reason = backends.resolve(config.backend, config.mixed_precision, config.engine)
-    words = [find_word(name) for name in _flat(config.embedding)]
+    words = [find_word(name) for name in flat(config.embedding)]
     trained_on = _trained_on(words[0].path.parent / "config.yaml") if words else {}
     name = config.pretrained_model_name_or_path or trained_on.get(_MODEL) or "bundled"
     if name != trained_on.get(_MODEL):
@@ -77,7 +70,7 @@ def generate(config: GenerateConfig) -> None:
         ) from error
 
     print(f"icom: {backend.describe()} ({reason})", flush=True)
-    seeds = [seed + offset for seed in first_seeds for offset in range(config.num_images_per_prompt)]
+    seeds = [seed + offset for seed in flat(config.seed) or [0] for offset in range(config.num_images_per_prompt)]
     images = []
     jobs = [(number, prompt, seed) for number, prompt in enumerate(prompts) for seed in seeds]
     for number, prompt, seed in progress(jobs, "pictures", "picture"):
@@ -182,7 +175,7 @@ def all_prompts(config: GenerateConfig) -> list[str]:
     Raises:
         UsageError: there are none, or the file cannot be read.
     """
-    prompts = _flat(config.prompt)
+    prompts = flat(config.prompt)
     if config.prompts_file:
         try:
             lines = Path(config.prompts_file).read_text(encoding="utf-8").splitlines()
@@ -194,7 +187,6 @@ def all_prompts(config: GenerateConfig) -> list[str]:
     return prompts
 
 
-_Item = TypeVar("_Item")
 _MODEL = "pretrained_model_name_or_path"
 
 
@@ -210,11 +202,6 @@ def _trained_on(path: Path) -> dict[str, str]:
         return {}
     names = (_MODEL, "tokenizer_name", "revision", "variant")
     return {name: values[name] for name in names if isinstance(values.get(name), str)}
-
-
-def _flat(groups: list[list[_Item]]) -> list[_Item]:
-    """The values of an option that may be repeated, in their order."""
-    return [value for group in groups for value in group]
 
 
 def _slug(text: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from icom.config import ParamsConfig
+from icom.config.params import ParamsConfig
 from icom.models import loading
 from icom.models.architectures import ARCHITECTURES
 from icom.models.parts import PARTS, Part

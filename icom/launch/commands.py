@@ -8,10 +8,11 @@ import shlex
 import sys
 from pathlib import Path
 
-from icom.config import TrainConfig, load_train_config
+from icom.config.launch import LaunchEnvConfig, LaunchMpirunConfig
+from icom.config.loading import read_flags
+from icom.config.train import TrainConfig, load_train_config
 from icom.errors import IcomError, UsageError
 from icom.launch.checks import Problem, Target, check
-from icom.launch.config import LaunchEnvConfig, LaunchMpirunConfig
 from icom.launch.environment import (
     INTERFACES,
     YOURS,
@@ -99,14 +100,11 @@ def training_config(options: tuple[str, ...]) -> TrainConfig:
     Raises:
         UsageError: they are wrong. (What tyro finds ends the process with its own message and exit code 2.)
     """
-    from icom.cli import given_options, parse
-
     if not options:
         raise UsageError(
             "No training options. They come after `--`: icom launch mpirun --hosts hosts -- --config run.yaml"
         )
-    flags = parse(["train", *options])
-    training = load_train_config(flags.config, flags, given_options(options))
+    training = load_train_config(read_flags(TrainConfig, options, "icom train"))
     if training.on:
         raise UsageError("--on is for `icom train` on your own computer; the cluster's nodes are in --hosts.")
     return training

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from icom import machine
+from icom.config.launch import Flavour
 from icom.errors import IcomError, UsageError
-from icom.launch.config import Flavour
 from icom.launch.hosts import LOCAL_NAMES, Host
 from icom.launch.mpi import Mpi, path_for
 from icom.parallel.place import CCL_ENVIRONMENT, DEFAULT_PORT, has_ccl, is_loopback

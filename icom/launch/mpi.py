@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from icom.config.launch import Flavour, FlavourOrAuto
 from icom.errors import IcomError
-from icom.launch.config import Flavour, FlavourOrAuto
 from icom.launch.hosts import Share
 
 NAMES: dict[Flavour, str] = {"intel": "Intel MPI", "mpich": "MPICH", "openmpi": "Open MPI"}

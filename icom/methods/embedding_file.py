@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from icom.config import ConvertConfig
+from icom.config.convert import ConvertConfig
 from icom.errors import IcomError, UsageError
 from icom.files import write_atomically
 from icom.models import hub, loading

@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from icom.config import CollectivesName
+from icom.config.train import CollectivesName
 from icom.errors import UsageError
 
 DEFAULT_PORT = 29500

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, cast, get_args
 import torch
 
 from icom import backends
-from icom.config import Precision, TrainConfig
+from icom.config.common import Precision
+from icom.config.train import TrainConfig
 from icom.data.captions import TEMPLATES
 from icom.data.images import Picture, Transform
 from icom.data.latents import Moments, load_moments

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from icom.config import SECRETS, TrainConfig, settings
+from icom.config.train import SECRETS, TrainConfig, settings
 from icom.errors import UsageError
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from icom import backends
-from icom.config import TrainConfig, settings, to_yaml
+from icom.config.train import TrainConfig, settings, to_yaml
 from icom.data.captions import TEMPLATES
 from icom.data.images import list_pictures, passed_over
 from icom.engine.memory import keep_freed_memory

@@ -1,4 +1,4 @@
-"""The command line: its surface, its files, its speed.
+"""The command line: its surface, its speed, and the commands that need no model.
 
 Guards icom.cli and icom.config.
 """
@@ -18,10 +18,10 @@ from typing import get_args
 import pytest
 import yaml
 
-from icom.cli import COMMANDS, given_options, parse
-from icom.config import BUNDLED_DEFAULTS, TrainConfig, load_train_config, to_yaml
+from icom.cli import COMMANDS
+from icom.config.train import TrainConfig
 from icom.models.architectures import ARCHITECTURES, ArchitectureName
-from tests.support.command import ROOT, Result, start_process, train_arguments
+from tests.support.command import ROOT, Result, start_process
 
 Icom = Callable[..., Result]
 
@@ -205,93 +205,6 @@ def test_reader_that_leaves_gets_no_traceback() -> None:
 
 def test_version(icom: Icom) -> None:
     assert icom("--version").out.startswith("icom 0.")
-
-
-def test_both_spellings_and_precedence(tmp_path: Path) -> None:
-    """Defaults < file < flags, also when a flag repeats the default; interpolation sees the flags."""
-    file = tmp_path / "run.yaml"
-    file.write_text(
-        "train_data_dir: photos\nplaceholder_token: <x>\ninitializer_token: toy\nnum_vectors: 3\n"
-        "seed: 1\noutput_dir: runs/${seed}\nscale_lr: true\nlearning_rate: 1e-3\n"
-    )
-
-    def effective(*flags: str) -> TrainConfig:
-        arguments = ["train", "--config", str(file), *flags]
-        parsed = parse(arguments)
-        return load_train_config(parsed.config, parsed, given_options(arguments))
-
-    assert effective().output_dir == "runs/1"
-    assert effective("--seed", "5").output_dir == "runs/5"
-    assert effective("--num-vectors=1").num_vectors == 1
-    assert effective("--no_scale_lr").scale_lr is False
-    assert effective().learning_rate == 1e-3
-    assert effective("--learning-rate", "0.0001").learning_rate == 1e-4
-    assert effective().save_steps == 500
-
-
-def test_bundled_model_has_its_own_defaults(tmp_path: Path) -> None:
-    """They lie below the file and the flags, and no other model gets them."""
-    file = tmp_path / "run.yaml"
-    file.write_text("train_data_dir: x\nplaceholder_token: <x>\ninitializer_token: toy\nlearning_rate: 3e-4\n")
-
-    def effective(*flags: str) -> dict[str, object]:
-        arguments = ["train", "--config", str(file), *flags]
-        parsed = parse(arguments)
-        return dataclasses.asdict(load_train_config(parsed.config, parsed, given_options(arguments)))
-
-    ours = effective("--resolution", "512")
-    expected = BUNDLED_DEFAULTS | {"learning_rate": 3e-4, "resolution": 512}
-    assert {name: ours[name] for name in BUNDLED_DEFAULTS} == expected
-    theirs = effective("--pretrained_model_name_or_path", "some/model")
-    expected = {name: DIFFUSERS_DEFAULTS.get(name) for name in BUNDLED_DEFAULTS} | {"learning_rate": 3e-4}
-    assert {name: theirs[name] for name in BUNDLED_DEFAULTS} == expected
-
-
-def test_print_config_runs_again_as_it_is(tmp_path: Path, icom: Icom) -> None:
-    printed = icom(*train_arguments(validation_prompt="${a} <robot>", hub_token="secret"), "--print_config")
-    assert printed.code == 0
-    assert "secret" not in printed.out
-    (tmp_path / "run.yaml").write_text(printed.out)
-    again = icom("train", "--config", str(tmp_path / "run.yaml"), "--print_config")
-    assert again.out == printed.out
-    assert yaml.safe_load(again.out)["seed"] == 7
-
-
-def test_on_is_an_option_in_a_file_and_no_part_of_the_run(tmp_path: Path) -> None:
-    """YAML takes the bare word for true."""
-    file = tmp_path / "run.yaml"
-    file.write_text("on: box\ntrain_data_dir: x\nplaceholder_token: <x>\ninitializer_token: toy\n")
-    parsed = parse(["train", "--config", str(file)])
-    config = load_train_config(parsed.config, parsed, ["config"])
-    assert config.on == "box"
-    assert "box" not in to_yaml(config)
-
-
-def test_required_marks_in_a_file(tmp_path: Path, icom: Icom) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text("train_data_dir: ???\nplaceholder_token: <x>\ninitializer_token: toy\n")
-    missing = icom("train", "--config", str(file))
-    assert missing.code == 2
-    assert "train_data_dir" in missing.err
-    given = icom("train", "--config", str(file), "--train_data_dir", "x", "--print_config")
-    assert yaml.safe_load(given.out)["train_data_dir"] == "x"
-
-
-def test_yaml_round_trip_keeps_every_value() -> None:
-    config = TrainConfig(
-        train_data_dir="a b",
-        placeholder_token="<x>",
-        initializer_token="no",
-        seed=2**62,
-        learning_rate=1e-7,
-        adam_weight_decay=0.0,
-        max_train_steps=None,
-        validation_prompt="a: {b} # ${c} 'd' \"e\" \u00e9",
-    )
-    values = yaml.safe_load(to_yaml(config))
-    assert values["learning_rate"] == 1e-7
-    assert values["seed"] == 2**62
-    assert values["initializer_token"] == "no"
 
 
 def test_every_shipped_yaml_parses() -> None:

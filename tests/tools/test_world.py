@@ -16,7 +16,7 @@ import torch
 from PIL import Image, ImageFilter
 
 from icom.commands.demo import draw_prompts
-from icom.config import ConceptName
+from icom.config.demo import ConceptName
 from icom.data.images import BUNDLED_CONCEPTS
 from icom.models import loading
 from icom.world.concepts import CONCEPTS, EVERYTHING, concept_scenes, new_backgrounds, seen_things

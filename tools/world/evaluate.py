@@ -17,7 +17,8 @@ from typing import Any, Literal, get_args
 
 from icom.bench.command import machine
 from icom.commands.demo import GUIDANCE, Learned, draw_prompts, learn
-from icom.config import BUNDLED_DEFAULTS, ConceptName
+from icom.config.demo import ConceptName
+from icom.config.train import BUNDLED_DEFAULTS
 from icom.files import make_writable_folder, write_atomically
 from icom.training.report import grid, save_png
 from icom.world.concepts import EVERYTHING, seen_things

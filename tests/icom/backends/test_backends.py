@@ -25,7 +25,8 @@ from safetensors.torch import load_file
 from icom import backends, machine
 from icom.backends import cuda, ipex
 from icom.backends.cpu import CpuBackend
-from icom.config import BackendName, TrainConfig
+from icom.config.common import BackendName
+from icom.config.train import TrainConfig
 from icom.data.images import list_pictures
 from icom.engine.precision import product_dtype
 from icom.errors import IcomError, UsageError

@@ -21,7 +21,7 @@ import yaml
 from PIL import Image
 from safetensors.torch import load_file
 
-from icom.config import GenerateConfig
+from icom.config.generate import GenerateConfig
 from icom.methods.embedding_file import save_embedding
 from icom.models import loading
 from icom.training.report import A1111_SAMPLERS, grid, loss_curve, model_card, running_mean

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from icom import machine
+from icom.config.launch import Flavour
 from icom.errors import IcomError, UsageError
 from icom.launch import mpi
-from icom.launch.config import Flavour
 from icom.launch.hosts import Host, Share, read_hosts, share_out
 from tests.support.command import ROOT, Result, start_process, train_arguments
 

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 
 from icom import backends
 from icom.bench.reference import ReferenceTrainer
-from icom.config import TrainConfig
+from icom.config.train import TrainConfig
 from icom.data.images import list_pictures
 from icom.data.sampling import gaussian_noise
 from icom.models import loading

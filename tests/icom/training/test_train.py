@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from icom import backends
 from icom.backends import fast_precision
-from icom.config import TrainConfig
+from icom.config.train import TrainConfig
 from icom.methods.embedding import add_placeholder
 from icom.methods.embedding_file import load_embedding
 from icom.models import loading

@@ -195,12 +195,12 @@ def wait_for(aws: Aws, wanted: str, ids: Collection[str], minutes: float) -> Non
     """
     deadline, pause = time.monotonic() + minutes * 60, FIRST_POLL_SECONDS
     while late := _not_yet(aws, wanted, ids):
-        told = "; ".join(f"{id} is {state}" + (f" ({reason})" if reason else "") for id, state, reason in late)
+        states = "; ".join(f"{id} is {state}" + (f" ({reason})" if reason else "") for id, state, reason in late)
         failed = [id for id, _, _ in late]
         if any(state in LOST[wanted] for _, state, _ in late):
-            raise NodesFailed(f"Not {wanted}: {told}", failed)
+            raise NodesFailed(f"Not {wanted}: {states}", failed)
         if time.monotonic() >= deadline:
-            raise NodesFailed(f"Not {wanted} in {minutes:g} minutes (--wait_minutes): {told}", failed)
+            raise NodesFailed(f"Not {wanted} in {minutes:g} minutes (--wait_minutes): {states}", failed)
         time.sleep(pause)
         pause = min(2 * pause, POLL_SECONDS)
 

@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from provisioning.aws import Aws, filters, wait_for
+from provisioning.bootstrap import AS_ROOT, BOOT_SECONDS, WAIT_FOR_BOOT
 from provisioning.cluster import Node
 from provisioning.ec2 import unless_made
 from provisioning.images import Image, wait_for_image
 from provisioning.install import install
 from provisioning.launches import Launches, launch_somewhere, with_addresses
-from provisioning.nodes import AS_ROOT, BOOT_SECONDS, WAIT_FOR_BOOT
 from provisioning.plan import Plan, builder_plan, image_request, raw_image_request
 from provisioning.progress import Progress
 from provisioning.ssh import Login, patient_connect, send, step
-from provisioning.teardown import end_nodes, gone
+from provisioning.teardown import delete_if_there, end_nodes
 
 IMAGE_MINUTES = 60
 """How long EC2 may take to copy the disk."""
@@ -28,7 +28,7 @@ SCRUB = Path(__file__).with_name("scrub.py")
 _SCRUB = ".icom-scrub.py"
 
 
-def bake(
+def bake_image(
     aws: Aws, plan: Plan, group: str, client_key: str | None, login: Login, launches: Launches, progress: Progress
 ) -> Image:
     """Make the nodes' image.
@@ -49,11 +49,11 @@ def bake(
         IcomError, botocore's errors: the caller removes what carries the tag of the plan's run.
     """
     with progress.doing("builder", "starting"):
-        mine = builder_plan(plan)
-        (id,) = launch_somewhere(aws, mine, group, client_key, login.folder, launches, progress.say)
+        launch = builder_plan(plan)
+        (id,) = launch_somewhere(aws, launch, group, client_key, login.folder, launches, progress.say)
         wait_for(aws, "running", [id], plan.config.wait_minutes)
         (builder,) = with_addresses(aws, plan, filters(instance_id=id), 1)
-    _set_up(plan, builder, login, launches, progress)
+    _bootstrap_builder(plan, builder, login, launches, progress)
     with progress.doing("builder", "stopping"):
         aws.ec2.stop_instances(InstanceIds=[id])
         wait_for(aws, "stopped", [id], plan.config.wait_minutes)
@@ -66,7 +66,7 @@ def bake(
     return image
 
 
-def _set_up(plan: Plan, builder: Node, login: Login, launches: Launches, progress: Progress) -> None:
+def _bootstrap_builder(plan: Plan, builder: Node, login: Login, launches: Launches, progress: Progress) -> None:
     check = launches.check
     with progress.doing("builder", "booting"):
         connection = patient_connect(login, builder, plan.config.wait_minutes, check)
@@ -106,10 +106,10 @@ def _image(aws: Aws, plan: Plan, request: dict[str, Any]) -> Image:
 
 def _forget(aws: Aws, image: dict[str, Any]) -> None:
     """Remove an image and its snapshots."""
-    gone(lambda: aws.ec2.deregister_image(ImageId=image["ImageId"]))
+    delete_if_there(lambda: aws.ec2.deregister_image(ImageId=image["ImageId"]))
     for disk in image.get("BlockDeviceMappings", []):
         if snapshot := disk.get("Ebs", {}).get("SnapshotId"):
-            gone(lambda id=snapshot: aws.ec2.delete_snapshot(SnapshotId=id))  # type: ignore[misc]
+            delete_if_there(lambda id=snapshot: aws.ec2.delete_snapshot(SnapshotId=id))  # type: ignore[misc]
 
 
 def _by_name(aws: Aws, name: str) -> dict[str, Any] | None:

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from icom.errors import IcomError
 from provisioning.aws import Aws
-from provisioning.bake import IMAGE_MINUTES, bake, image_this_instance
+from provisioning.bake import IMAGE_MINUTES, bake_image, image_this_instance
 from provisioning.cluster import Cluster, check_roles, find_cluster
-from provisioning.ec2 import join_group, key_pair, placement_group, security_group, until
+from provisioning.ec2 import join_group, key_pair, placement_group, security_group, wait_until
 from provisioning.images import wait_for_image
 from provisioning.launches import Launches, launch_somewhere, wait_until_running
 from provisioning.plan import Plan
@@ -28,22 +28,22 @@ def build(aws: Aws, plan: Plan, cluster: Cluster, login: Login, launches: Launch
     """
     say = progress.say
     group = security_group(aws, plan, cluster, say)
-    if plan.this and plan.join:
-        join_group(aws, plan.this, group)
+    if plan.this_instance and plan.join:
+        join_group(aws, plan.this_instance, group)
         say("this instance is in it too")
     client_key = None if plan.config.key_name else login.folder.client_key()
     if plan.make_key and client_key:
         key_pair(aws, plan, cluster, client_key, say)
-    if plan.this:
+    if plan.this_instance:
         remove_raw_images(aws, plan.config.cluster)  # of a call that was killed
     if plan.image.state == "pending":  # of a call that was interrupted
         with progress.doing(plan.image.id, "EC2 still makes this image"):
             plan = replace(plan, image=wait_for_image(aws, plan.image.id, IMAGE_MINUTES))
     end_nodes(aws, [node.id for node in cluster.builders], plan.config.wait_minutes)
     if plan.bake:
-        source = replace(plan, image=image_this_instance(aws, plan, progress)) if plan.this else plan
-        plan = replace(plan, image=bake(aws, source, group, client_key, login, launches, progress))
-        if plan.this:
+        source = replace(plan, image=image_this_instance(aws, plan, progress)) if plan.this_instance else plan
+        plan = replace(plan, image=bake_image(aws, source, group, client_key, login, launches, progress))
+        if plan.this_instance:
             remove_raw_images(aws, plan.config.cluster)
     if plan.make_placement:
         placement_group(aws, plan, say)
@@ -65,7 +65,7 @@ def _whole(aws: Aws, plan: Plan, ids: set[str]) -> Cluster:
         found[:] = [find_cluster(aws, plan.config.cluster)]
         return ids <= {node.id for node in found[0].nodes}
 
-    if not until(shown):
+    if not wait_until(shown):
         missing = ids - {node.id for node in found[0].nodes}
         raise IcomError(f"EC2 shows {len(ids) - len(missing)} of {len(ids)} nodes; it lacks {', '.join(missing)}.")
     if not plan.only_image:

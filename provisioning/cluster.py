@@ -110,14 +110,14 @@ def tags_of(resource: dict[str, Any]) -> dict[str, str]:
 
 def find_cluster(aws: Aws, name: str, run: str | None = None) -> Cluster:
     """Read what carries the cluster's tag; with `run`, only what that call of `icom provision` made."""
-    mine = filters(tag_cluster=name) + (filters(tag_run=run) if run else [])
-    nodes = find_nodes(aws, mine)
+    owned = filters(tag_cluster=name) + (filters(tag_run=run) if run else [])
+    nodes = find_nodes(aws, owned)
     own = resource_name(name)  # others with the tag go with the cluster, but are nothing that it uses
-    groups = pages(aws.ec2, "describe_security_groups", "SecurityGroups", Filters=mine)
+    groups = pages(aws.ec2, "describe_security_groups", "SecurityGroups", Filters=owned)
     groups = [group for group in groups if group["GroupName"] == own]
-    keys = aws.ec2.describe_key_pairs(Filters=mine, IncludePublicKey=True)["KeyPairs"]
+    keys = aws.ec2.describe_key_pairs(Filters=owned, IncludePublicKey=True)["KeyPairs"]
     keys = [key for key in keys if key["KeyName"] == own]
-    placements = aws.ec2.describe_placement_groups(Filters=mine)["PlacementGroups"]
+    placements = aws.ec2.describe_placement_groups(Filters=owned)["PlacementGroups"]
     placements = [p for p in placements if p["State"] in ("pending", "available") and p["GroupName"] == own]
     masters = [_or_none(names.instance_id, tags_of(thing).get(TAG_MASTER)) for thing in (*groups, *keys, *placements)]
     masters += [node.master for node in nodes]
@@ -132,7 +132,7 @@ def find_cluster(aws: Aws, name: str, run: str | None = None) -> Cluster:
     )
 
 
-def find_master(aws: Aws, id: str) -> Node | None:
+def find_outside_master(aws: Aws, id: str) -> Node | None:
     """The instance that a cluster has as its master without owning it; None if it is gone."""
     return next((replace(node, role=MASTER) for node in find_nodes(aws, filters(instance_id=id))), None)
 
@@ -158,9 +158,9 @@ def check_roles(cluster: Cluster) -> None:
             )
 
 
-def find_nodes(aws: Aws, mine: list[dict[str, Any]], states: list[str] | None = None) -> list[Node]:
+def find_nodes(aws: Aws, matching: list[dict[str, Any]], states: list[str] | None = None) -> list[Node]:
     """Instances that match the filters and are in one of the states (default: ALIVE), master first."""
-    wanted = mine + filters(instance_state_name=states or ALIVE)
+    wanted = matching + filters(instance_state_name=states or ALIVE)
     reservations = pages(aws.ec2, "describe_instances", "Reservations", Filters=wanted)
     nodes = [_node(instance) for reservation in reservations for instance in reservation["Instances"]]
     return sorted(nodes, key=lambda node: (*_rank(node.role), node.since))

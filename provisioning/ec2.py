@@ -13,7 +13,7 @@ from provisioning.hostkeys import make_key
 from provisioning.plan import Plan, builder_plan, ingress_rules, launch_request, raw_image_request
 
 if TYPE_CHECKING:
-    from provisioning.this_instance import This
+    from provisioning.this_instance import ThisInstance
 
 Say = Callable[[str], None]
 
@@ -39,10 +39,10 @@ def rehearse(aws: Aws, plan: Plan) -> None:
         _would(aws.ec2.import_key_pair, **_key_request(plan, make_key().public))
     if plan.make_placement:
         _would(aws.ec2.create_placement_group, **_placement_request(plan))
-    if plan.this and plan.join:
-        as_it_is = {"NetworkInterfaceId": plan.this.interface, "Groups": list(plan.this.groups)}
+    if plan.this_instance and plan.join:
+        as_it_is = {"NetworkInterfaceId": plan.this_instance.interface, "Groups": list(plan.this_instance.groups)}
         _would(aws.ec2.modify_network_interface_attribute, **as_it_is)
-    if plan.this and plan.bake:
+    if plan.this_instance and plan.bake:
         _would(aws.ec2.create_image, **raw_image_request(plan))
     for launch, role in [(plan, role) for role in plan.roles[:1]] + [(builder_plan(plan), BUILDER)] * plan.bake:
         request = launch_request(launch, role, plan.subnets[0].id, "", "")
@@ -183,12 +183,12 @@ def _in_words(protocol: str, first: int | None, last: int | None, source: str) -
     return f"{'all' if protocol == '-1' else protocol}{ports} from {source}"
 
 
-def join_group(aws: Aws, this: This, group: str) -> None:
+def join_group(aws: Aws, instance: ThisInstance, group: str) -> None:
     """Add the cluster's security group to those of the instance that this runs on.
 
-    `teardown.release` takes it away again.
+    `teardown.leave_group` takes it away again.
     """
-    card = this.interface
+    card = instance.interface
     (now,) = aws.ec2.describe_network_interfaces(NetworkInterfaceIds=[card])["NetworkInterfaces"]
     groups = [*(entry["GroupId"] for entry in now["Groups"]), group]  # the request replaces the whole list
     when_visible(lambda: aws.ec2.modify_network_interface_attribute(NetworkInterfaceId=card, Groups=groups))
@@ -270,7 +270,7 @@ def _described(find: Callable[[], dict[str, Any] | None], enough: Callable[[dict
         found.update(described or {})
         return bool(enough(found))
 
-    until(look)
+    wait_until(look)
     return found
 
 
@@ -291,7 +291,7 @@ def _remove_untagged(
     raise IcomError(f"EC2 made {what} without the tags that it was given. It is removed again: try once more.")
 
 
-def until(done: Callable[[], bool], tries: int = 60, seconds: float = 2.0) -> bool:
+def wait_until(done: Callable[[], bool], tries: int = 60, seconds: float = 2.0) -> bool:
     """Ask for two minutes, in which EC2 may learn of its own doings; whether it came true."""
     for _ in range(tries):
         if done():

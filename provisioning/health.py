@@ -48,7 +48,7 @@ class Clock:
 
 
 @dataclass(frozen=True)
-class Problem:
+class NodeProblem:
     """What is wrong with a node, and what to do."""
 
     node: Node
@@ -95,14 +95,14 @@ def check_health(
     with ThreadPoolExecutor(MOST_AT_ONCE) as pool:
         asked = [pool.submit(_ask, connections[node.id], node, nodes, check) for node in nodes]
         answers = dict(zip(nodes, [future.result() for future in asked], strict=True))
-    facts = {node: answer[0] for node, answer in answers.items() if not isinstance(answer, Problem)}
-    clocks = {node: answer[1] for node, answer in answers.items() if not isinstance(answer, Problem)}
-    alone = [answer for answer in answers.values() if isinstance(answer, Problem)]
+    facts = {node: answer[0] for node, answer in answers.items() if not isinstance(answer, NodeProblem)}
+    clocks = {node: answer[1] for node, answer in answers.items() if not isinstance(answer, NodeProblem)}
+    alone = [answer for answer in answers.values() if isinstance(answer, NodeProblem)]
     alone += [*_packages(facts), *_interfaces(facts, nodes), *_gpus(facts, gpus)]
     problems = [*alone, *_amx(facts, instance_type), *_clocks(clocks)]
     if not alone:  # else it would fail for the reasons that are known already
         outcome = _all_reduce(connections[nodes[0].id], nodes, check)
-        if isinstance(outcome, Problem):
+        if isinstance(outcome, NodeProblem):
             problems.append(outcome)
         else:
             say(outcome)
@@ -117,7 +117,7 @@ def check_health(
 
 def _ask(
     connection: Any, node: Node, nodes: tuple[Node, ...], check: Callable[[], None]
-) -> tuple[Facts, Clock] | Problem:
+) -> tuple[Facts, Clock] | NodeProblem:
     """One step on one node: its clock, its facts, its clock again."""
     others = " ".join(names.address(other.private_ip) for other in nodes if other != node)
     look = f"{_CLOCK}; ({IN_ENVIRONMENT}python -m provisioning.on_node facts {others}) && {_CLOCK}"
@@ -127,63 +127,63 @@ def _ask(
     except Stopped:
         raise
     except IcomError as error:
-        return Problem(node, _why(error, node), "Repair that, there, or tear the cluster down")
+        return NodeProblem(node, _why(error, node), "Repair that, there, or tear the cluster down")
     ended = time.time()
     try:
         first, answer, last = [line.removeprefix(MARK) for line in said.splitlines() if line.startswith(MARK)]
         node_began, node_ended = float(first), float(last)
         facts = read_facts(answer)
     except (ValueError, TypeError) as error:
-        return Problem(node, f"its answer is none ({error})", "Repair icom there, or tear the cluster down")
+        return NodeProblem(node, f"its answer is none ({error})", "Repair icom there, or tear the cluster down")
     # As NTP does: what passed on the node is no doubt, only the way there and back.
     ahead = ((node_began - began) + (node_ended - ended)) / 2
     within = ((ended - began) - (node_ended - node_began)) / 2
     return facts, Clock(ahead, within)
 
 
-def _packages(facts: Mapping[Node, Facts]) -> Iterator[Problem]:
+def _packages(facts: Mapping[Node, Facts]) -> Iterator[NodeProblem]:
     install = "There, in ~/icom: make setup-master"
     for node, found in facts.items():
         for package, why in found.broken.items():
-            yield Problem(node, f"{package} cannot be imported ({why})", install)
+            yield NodeProblem(node, f"{package} cannot be imported ({why})", install)
     for package in dict.fromkeys(name for found in facts.values() for name in found.versions):
         having = {node: found.versions[package] for node, found in facts.items() if package in found.versions}
         usual = _most_common(having.values())
         for node, version in having.items():
             if version != usual:
-                yield Problem(node, f"{package} {version}, but {usual} on the others", install)
+                yield NodeProblem(node, f"{package} {version}, but {usual} on the others", install)
 
 
-def _interfaces(facts: Mapping[Node, Facts], nodes: tuple[Node, ...]) -> Iterator[Problem]:
+def _interfaces(facts: Mapping[Node, Facts], nodes: tuple[Node, ...]) -> Iterator[NodeProblem]:
     roles = {str(node.private_ip): node.role for node in nodes}
     ways = [name for found in facts.values() for name in found.interfaces.values() if name]
     for node, found in facts.items():
         for address, name in found.interfaces.items():
             if name is None:
-                yield Problem(node, f"no route to {roles[address]} ({address})", "Put both in one VPC's subnets")
+                yield NodeProblem(node, f"no route to {roles[address]} ({address})", "Put both in one VPC's subnets")
         for name in dict.fromkeys(name for name in found.interfaces.values() if name):
             usual = _most_common(ways)
             if name != usual:
                 what = f"reaches the others through the interface {name}, but {usual} is what the others use"
-                yield Problem(node, what, "mpirun wants one name everywhere: rename it there (ip link, netplan)")
+                yield NodeProblem(node, what, "mpirun wants one name everywhere: rename it there (ip link, netplan)")
 
 
-def _amx(facts: Mapping[Node, Facts], instance_type: str) -> Iterator[Problem]:
+def _amx(facts: Mapping[Node, Facts], instance_type: str) -> Iterator[NodeProblem]:
     for node, found in facts.items() if has_amx(instance_type) else ():
         missing = sorted(AMX_FLAGS.difference(found.cpu_flags))
         if missing:
             what = f"{instance_type} has AMX, but the kernel ({found.kernel}) shows no {', '.join(missing)}"
-            yield Problem(node, what, "It needs Linux 5.16 or newer: take another image (--ami)")
+            yield NodeProblem(node, what, "It needs Linux 5.16 or newer: take another image (--ami)")
 
 
-def _gpus(facts: Mapping[Node, Facts], gpus: int) -> Iterator[Problem]:
+def _gpus(facts: Mapping[Node, Facts], gpus: int) -> Iterator[NodeProblem]:
     for node, found in facts.items():
         if found.gpus < gpus:
             fix = "See there: nvidia-smi; PyTorch's CUDA has to suit the driver of the image (--ami)"
-            yield Problem(node, f"it has {gpus} GPUs, of which PyTorch can use {found.gpus}", fix)
+            yield NodeProblem(node, f"it has {gpus} GPUs, of which PyTorch can use {found.gpus}", fix)
 
 
-def _clocks(clocks: Mapping[Node, Clock]) -> Iterator[Problem]:
+def _clocks(clocks: Mapping[Node, Clock]) -> Iterator[NodeProblem]:
     if not clocks:
         return
     middle = statistics.median_low(clock.ahead for clock in clocks.values())
@@ -193,10 +193,10 @@ def _clocks(clocks: Mapping[Node, Clock]) -> Iterator[Problem]:
         if abs(apart) - within > CLOCK_SECONDS:
             where = "ahead of" if apart > 0 else "behind"
             what = f"its clock is {abs(apart):.1f} s (± {within:.1f}) {where} that of {usual.role}"
-            yield Problem(node, what, "Let chrony set it: sudo systemctl restart chronyd, or chrony")
+            yield NodeProblem(node, what, "Let chrony set it: sudo systemctl restart chronyd, or chrony")
 
 
-def _all_reduce(connection: Any, nodes: tuple[Node, ...], check: Callable[[], None]) -> str | Problem:
+def _all_reduce(connection: Any, nodes: tuple[Node, ...], check: Callable[[], None]) -> str | NodeProblem:
     """What rank 0 said."""
     count = len(nodes)
     mpirun = f"mpirun -f ~/hosts -n {count} -ppn 1 python -m icom.launch.all_reduce"
@@ -211,10 +211,10 @@ def _all_reduce(connection: Any, nodes: tuple[Node, ...], check: Callable[[], No
     except Stopped:
         raise
     except IcomError as error:
-        return Problem(nodes[0], f"no all-reduce: {_why(error, nodes[0])}", fix)
+        return NodeProblem(nodes[0], f"no all-reduce: {_why(error, nodes[0])}", fix)
     found = re.search(r"all-reduce of (\d+) process.*", said)
     if not found or int(found[1]) != count:
-        return Problem(nodes[0], f"mpirun made no group of {count} processes, but said: {said.strip()}", fix)
+        return NodeProblem(nodes[0], f"mpirun made no group of {count} processes, but said: {said.strip()}", fix)
     return found[0]
 
 
@@ -229,5 +229,5 @@ def _most_common(values: Iterable[str]) -> str:
     return Counter(values).most_common(1)[0][0]
 
 
-def _in_order(problems: list[Problem], nodes: tuple[Node, ...]) -> list[Problem]:
+def _in_order(problems: list[NodeProblem], nodes: tuple[Node, ...]) -> list[NodeProblem]:
     return sorted(problems, key=lambda problem: nodes.index(problem.node))

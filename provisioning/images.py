@@ -80,8 +80,8 @@ def base_image(aws: Aws, config: ProvisionConfig, architectures: list[str], gpu:
 
 def baked_image(aws: Aws, content: str, base: Image) -> Image | None:
     """The newest image of this account with this content on this base; one that is still being made counts."""
-    mine = filters(tag_content=content, tag_base=base.base, architecture=base.architecture)
-    found = aws.ec2.describe_images(Owners=["self"], Filters=mine)["Images"]
+    matching = filters(tag_content=content, tag_base=base.base, architecture=base.architecture)
+    found = aws.ec2.describe_images(Owners=["self"], Filters=matching)["Images"]
     usable = [image for image in found if image["State"] in ("available", "pending")]
     usable.sort(key=lambda image: (image["State"] == "available", image.get("CreationDate", "")))
     return _image(usable[-1], base.base) if usable else None

@@ -80,6 +80,6 @@ def install(connection: Any, node: Node, gpus: int, check: Callable[[], None], p
         ("make single-node-test", _TRAINING),
     )
     for what, command in steps:
-        with progress.doing(node.role, what) as told:
-            step(connection, node, command, check, _INSTALL_SECONDS, told)
+        with progress.doing(node.role, what) as show_line:
+            step(connection, node, command, check, _INSTALL_SECONDS, show_line)
     step(connection, node, f"echo {wanted} > {DONE}", check)

@@ -10,8 +10,9 @@ from icom import names
 from icom.errors import IcomError
 from provisioning.aws import Aws, error_code, explained, filters, wait_for, when_visible
 from provisioning.cluster import Node, find_nodes
-from provisioning.ec2 import until
-from provisioning.hostkeys import Folder, make_key, unborn_name
+from provisioning.ec2 import wait_until
+from provisioning.folder import ClusterFolder, name_before_launch
+from provisioning.hostkeys import make_key
 from provisioning.plan import Plan, launch_request
 from provisioning.teardown import end_nodes
 from provisioning.userdata import user_data
@@ -37,7 +38,7 @@ class Launches:
 
 
 def launch_somewhere(
-    aws: Aws, plan: Plan, group: str, client_key: str | None, folder: Folder, launches: Launches, say: Say
+    aws: Aws, plan: Plan, group: str, client_key: str | None, folder: ClusterFolder, launches: Launches, say: Say
 ) -> list[str]:
     """Launch all missing nodes in one subnet, the first of the plan's that takes all of them.
 
@@ -52,7 +53,7 @@ def launch_somewhere(
 
     keys = {role: make_key() for role in plan.roles}
     for role, key in keys.items():
-        folder.remember([unborn_name(plan.run, role)], key.public)
+        folder.remember([name_before_launch(plan.run, role)], key.public)
     refusals = []
     for subnet in plan.subnets:
         ids = []
@@ -143,11 +144,11 @@ def wait_until_running(aws: Aws, plan: Plan, launched: Sequence[str], say: Say) 
         found[:] = [node.id for node in find_nodes(aws, filters(tag_cluster=plan.config.cluster))]
         return set(ids) <= set(found)
 
-    if not until(listed):
+    if not wait_until(listed):
         raise IcomError(f"EC2 does not list {', '.join(set(ids) - set(found))} by the tags it was given.")
 
 
-def with_addresses(aws: Aws, plan: Plan, mine: list[dict[str, Any]], count: int) -> list[Node]:
+def with_addresses(aws: Aws, plan: Plan, matching: list[dict[str, Any]], count: int) -> list[Node]:
     """Running instances once EC2 tells the addresses at which they are reached.
 
     Raises:
@@ -155,11 +156,11 @@ def with_addresses(aws: Aws, plan: Plan, mine: list[dict[str, Any]], count: int)
     """
     nodes: list[Node] = []
 
-    def told() -> bool:
-        nodes[:] = find_nodes(aws, mine)
+    def addressed() -> bool:
+        nodes[:] = find_nodes(aws, matching)
         return len(nodes) >= count and all(plan.config.private_ip or node.public_ip for node in nodes)
 
-    if not until(told):
+    if not wait_until(addressed):
         raise IcomError(
             "EC2 gave no public address to "
             + (", ".join(f"{node.role} ({node.id})" for node in nodes if not node.public_ip) or "the nodes")

@@ -32,7 +32,7 @@ from provisioning.config import ProvisionConfig, as_options
 if TYPE_CHECKING:
     from provisioning.images import Image
     from provisioning.survey import Subnet, Survey
-    from provisioning.this_instance import This
+    from provisioning.this_instance import ThisInstance
 
 BUILDER_GB, BUILDER_GB_MORE = 30, 20
 """Disk of the instance that becomes an image: nodes' disks have to be as large."""
@@ -67,10 +67,10 @@ class Plan:
     make_placement: bool
     capacity_block: bool
     ends: datetime | None
-    this: This | None = None
+    this_instance: ThisInstance | None = None
     """The instance that this runs on, where it is the master."""
     join: bool = False
-    """Whether `this` is still to get the cluster's security group."""
+    """Whether `this_instance` is still to get the cluster's security group."""
 
     @property
     def name(self) -> str:
@@ -87,7 +87,7 @@ class Plan:
         tags = {"Name": f"{self.name}-{role}" if role else self.name, TAG_CLUSTER: self.config.cluster}
         tags |= {TAG_RUN: self.run} | ({TAG_ROLE: role} if role else {})
         tags |= {TAG_BASE: self.image.base} if role else {}
-        tags |= {TAG_MASTER: self.this.node.id} if self.this else {}
+        tags |= {TAG_MASTER: self.this_instance.node.id} if self.this_instance else {}
         if self.ends and kind == "instance":
             tags[TAG_ENDS] = f"{self.ends:{ENDS_FORMAT}}"
         return {"ResourceType": kind, "Tags": [{"Key": key, "Value": value} for key, value in tags.items()]}
@@ -150,7 +150,7 @@ def make_plan(
     found: Survey,
     key_here: bool,
     only_image: bool = False,
-    this: This | None = None,
+    this_instance: ThisInstance | None = None,
 ) -> Plan:
     """Lay down what is to be made.
 
@@ -160,7 +160,7 @@ def make_plan(
         found: what the region offers.
         key_here: whether the private half of the key pair that `cluster` tells is on this computer.
         only_image: make no nodes, but the image that they would start from.
-        this: the instance that this runs on, where it is to be the master.
+        this_instance: the instance that this runs on, where it is to be the master.
 
     Raises:
         UsageError: as missing_roles; or the nodes that exist let in a key that is not here.
@@ -172,6 +172,7 @@ def make_plan(
             f"tear the cluster down: icom teardown{as_options(config)}"
         )
     now = datetime.now(timezone.utc).replace(microsecond=0)
+    group = cluster.group["GroupId"] if cluster.group else None
     return Plan(
         config=config,
         run=f"{now:%Y%m%dT%H%M%S}-{secrets.token_hex(4)}",
@@ -190,8 +191,8 @@ def make_plan(
         make_placement=config.placement_group and cluster.placement is None,
         capacity_block=found.reservation_block,
         ends=_end(config, cluster, now, growing=bool(roles)),
-        this=this,
-        join=this is not None and (cluster.group is None or cluster.group["GroupId"] not in this.groups),
+        this_instance=this_instance,
+        join=this_instance is not None and (group not in this_instance.groups),
     )
 
 
@@ -265,15 +266,15 @@ def image_request(plan: Plan, builder: str) -> dict[str, Any]:
 
 def raw_image_request(plan: Plan) -> dict[str, Any]:
     """The CreateImage request for the root disk of the instance that this runs on, which goes on running."""
-    assert plan.this
+    assert plan.this_instance
     kinds = ("image", "snapshot")
     return {
-        "InstanceId": plan.this.node.id,
+        "InstanceId": plan.this_instance.node.id,
         "Name": f"{plan.name}/raw-{plan.run}",
         "Description": "for minutes: what is on the disk of an instance, not cleaned",
         "NoReboot": True,
         # Its other disks are data, and the scrub leaves them alone.
-        "BlockDeviceMappings": [{"DeviceName": name, "NoDevice": ""} for name in plan.this.data_disks],
+        "BlockDeviceMappings": [{"DeviceName": name, "NoDevice": ""} for name in plan.this_instance.data_disks],
         "TagSpecifications": [plan.tags(kind, RAW) for kind in kinds],
     }
 

@@ -34,11 +34,11 @@ def plan_table(plan: Plan, found: Survey) -> Table:
         row(plan.make_key, f"key pair {plan.name}")
     if config.placement_group:
         row(plan.make_placement, f"placement group {plan.name}")
-    if plan.this:
-        node = plan.this.node
+    if plan.this_instance:
+        node = plan.this_instance.node
         row(False, f"master: {node.id}, {node.zone}: this instance ({node.type}), which stays as it is")
         if plan.join:
-            row(True, f"the security group at this instance too ({plan.this.interface}), until icom teardown")
+            row(True, f"the security group at this instance too ({plan.this_instance.interface}), until icom teardown")
         if plan.bake:
             row(True, "raw image of this instance's root disk, until the image is made from it")
     if plan.bake:
@@ -61,12 +61,12 @@ def plan_table(plan: Plan, found: Survey) -> Table:
     table.add_section()
     hour = None if prices.per_hour is None else prices.per_hour * nodes + prices.per_address * addresses
     table.add_row(
-        *("", f"{nodes} {'workers' if plan.this else 'nodes'} running, with all that is theirs"),
+        *("", f"{nodes} {'workers' if plan.this_instance else 'nodes'} running, with all that is theirs"),
         *(_dollars(hour), _dollars(_times(per_disk, nodes))),
     )
     zones = " or ".join(dict.fromkeys(subnet.zone for subnet in plan.subnets))
     per_gb = "" if prices.per_gb_month is None else f"; a GB of disk {prices.per_gb_month:g} USD/month"
-    image = f"made of {plan.image.base}" if plan.this and plan.bake else plan.image.id
+    image = f"made of {plan.image.base}" if plan.this_instance and plan.bake else plan.image.id
     table.caption = (
         f"Image: {image}. Zone: {zones}. Prices: {prices.source}{per_gb}. Quota: {found.quota}. Ends: {_ends(plan)}."
     )

@@ -5,10 +5,10 @@ from __future__ import annotations
 from icom.errors import UsageError
 from icom.names import plain
 from provisioning.aws import Aws, connect, explained, filters, wait_for
-from provisioning.cluster import Cluster, Node, find_cluster, find_master, find_nodes
+from provisioning.cluster import Cluster, Node, find_cluster, find_nodes, find_outside_master
 from provisioning.config import StartConfig, StatusConfig, StopConfig, check_cluster_name, check_wait_minutes
 from provisioning.ec2 import ssh_from
-from provisioning.hostkeys import folder_of
+from provisioning.folder import folder_of
 
 
 def status(config: StatusConfig) -> None:
@@ -21,7 +21,7 @@ def status(config: StatusConfig) -> None:
         aws = connect(config.region, config.profile)
         cluster = find_cluster(aws, config.cluster)
         images = aws.ec2.describe_images(Owners=["self"], Filters=filters(tag_cluster=config.cluster))["Images"]
-        master = find_master(aws, cluster.master) if cluster.master else None
+        master = find_outside_master(aws, cluster.master) if cluster.master else None
     for image in images:
         size = sum(disk["Ebs"]["VolumeSize"] for disk in image["BlockDeviceMappings"] if "Ebs" in disk)
         console.print(f"Image {image['ImageId']} ({image['State']}), a snapshot of {size} GB at most.")

@@ -34,7 +34,7 @@ class Progress:
         """
         began, last = time.monotonic(), ""
 
-        def told(line: str) -> None:
+        def show_line(line: str) -> None:
             nonlocal last
             last = line
 
@@ -46,10 +46,10 @@ class Progress:
 
         if self._console.is_terminal:
             with self._console.status(_Live(now)):
-                yield told
+                yield show_line
         else:
             self.say(f"{where}: {what} …")
-            yield told
+            yield show_line
         self.say(f"{where}: {what}: done in {time.monotonic() - began:.0f} s")
 
 

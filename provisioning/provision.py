@@ -11,22 +11,22 @@ from dataclasses import fields
 from icom.errors import IcomError, Stopped, UsageError
 from icom.signals import StopRequest
 from provisioning.aws import Aws, add_console, connect, explained
+from provisioning.bootstrap import bootstrap
 from provisioning.build import build
 from provisioning.cluster import Cluster, Node, find_cluster
 from provisioning.config import BakeConfig, ProvisionConfig, as_options, check_instance_config, key_file
 from provisioning.ec2 import LostTags, keep_rules, rehearse, restore_rules
 from provisioning.environment import IN_ENVIRONMENT
-from provisioning.hostkeys import Folder, folder_of
+from provisioning.folder import ClusterFolder, folder_of
 from provisioning.launches import Launches, learn_launched
-from provisioning.nodes import set_up
 from provisioning.plan import Plan, is_complete, make_plan, missing_roles
 from provisioning.plan_table import plan_table
 from provisioning.progress import Progress
 from provisioning.ssh import Login
 from provisioning.sshinclude import add_include
 from provisioning.survey import Survey, survey
-from provisioning.teardown import confirm, instances, remove, settle
-from provisioning.this_instance import Here, Identity, This, master_here, where_am_i
+from provisioning.teardown import confirm, instances, remove, wait_until_gone
+from provisioning.this_instance import IdentityDocument, LocalTransport, ThisInstance, identify, master_here
 
 REMOVE_MINUTES = 10
 """How long removing waits for instances to end; a short --wait_minutes must not make it give up."""
@@ -71,8 +71,8 @@ def _make(config: ProvisionConfig, only_image: bool) -> None:
         aws, own = _connect(config, check)
         folder = folder_of(aws.account, aws.region, config.cluster)
         before = find_cluster(aws, config.cluster)
-        config, this = master_here(aws, config, before, own)
-        found, plan = _plan(aws, config, before, folder, only_image, this)
+        config, this_instance = master_here(aws, config, before, own)
+        found, plan = _plan(aws, config, before, folder, only_image, this_instance)
         if only_image and not plan.bake:
             print(f"Nothing to do: image {plan.image.id} has this content ({plan.image.state}).")
             return
@@ -91,15 +91,15 @@ def _make(config: ProvisionConfig, only_image: bool) -> None:
         with stop:  # only from here on is there anything to remove
             try:
                 cluster = build(aws, plan, before, login, launches, progress)
-                strangers = [node for node in cluster.nodes if not folder.settle(node)]
+                strangers = [node for node in cluster.nodes if not folder.adopt(node)]
                 if not only_image:  # now, for who looks at a failure
                     folder.write_ssh_config(cluster.nodes, login.user, login.identity)
                 if config.setup and not only_image:
-                    set_up(
+                    bootstrap(
                         login,
-                        (this.node, *cluster.nodes) if this else cluster.nodes,
+                        (this_instance.node, *cluster.nodes) if this_instance else cluster.nodes,
                         *(plan.gpus, config.wait_minutes, progress, check),
-                        Here() if this else None,
+                        LocalTransport() if this_instance else None,
                     )
                 keep_rules(aws, plan, progress.say)
                 check()
@@ -116,17 +116,22 @@ def _make(config: ProvisionConfig, only_image: bool) -> None:
                 return
         if config.ssh_include:
             add_include()
-        _finish(config, plan, len(cluster.nodes) + bool(this), strangers)
+        _finish(config, plan, len(cluster.nodes) + bool(this_instance), strangers)
 
 
-def _connect(config: ProvisionConfig, check: Callable[[], None]) -> tuple[Aws, Identity | None]:
+def _connect(config: ProvisionConfig, check: Callable[[], None]) -> tuple[Aws, IdentityDocument | None]:
     """The connection to AWS, and with --from_this_instance the instance that this runs on, whose region it has."""
-    own = where_am_i(config) if config.from_this_instance else None
+    own = identify(config) if config.from_this_instance else None
     return connect(own.region if own else config.region, config.profile, check), own
 
 
 def _plan(
-    aws: Aws, config: ProvisionConfig, before: Cluster, folder: Folder, only_image: bool, this: This | None
+    aws: Aws,
+    config: ProvisionConfig,
+    before: Cluster,
+    folder: ClusterFolder,
+    only_image: bool,
+    this_instance: ThisInstance | None,
 ) -> tuple[Survey, Plan]:
     """What the region offers, and what is to be made.
 
@@ -134,10 +139,10 @@ def _plan(
         UsageError: what was asked for cannot be.
     """
     missing = [] if only_image else missing_roles(config, before)
-    found = survey(aws, config, before, len(missing), only_image, this)
+    found = survey(aws, config, before, len(missing), only_image, this_instance)
     key_here = folder.has_key(before.key["PublicKey"] if before.key else "")
-    plan = make_plan(config, before, found, key_here, only_image, this)
-    if config.setup and (unknown := [node.role for node in plan.there if not folder.settle(node)]):
+    plan = make_plan(config, before, found, key_here, only_image, this_instance)
+    if config.setup and (unknown := [node.role for node in plan.there if not folder.adopt(node)]):
         raise UsageError(
             f"The host keys of {', '.join(unknown)} are not known on this computer: {config.cluster} was made on "
             f"another one. Go on there, or tear it down: icom teardown{as_options(config)}"
@@ -178,7 +183,7 @@ def _after_failure(
                     [*launches.ids, *instances(left)],
                 )
                 _leave_group(aws, plan, before)
-                left = settle(aws, name, plan.run, images=True)
+                left = wait_until_gone(aws, name, plan.run, images=True)
         except IcomError as second:
             errors.append(str(second))
         if not left and not errors:
@@ -228,7 +233,7 @@ def _finish(config: ProvisionConfig, plan: Plan, count: int, strangers: list[Nod
             f"! The host key of {node.role} ({node.id}) is not known on this computer, so ssh refuses it. It was made "
             "on another one."
         )
-    if plan.this:
+    if plan.this_instance:
         train = "accelerate launch textual_inversion_icom.py …"
         print(f"  {IN_ENVIRONMENT}mpirun -f ~/hosts -n {count} -ppn 1 {train}\n  icom teardown{where}")
         return

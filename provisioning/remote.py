@@ -19,38 +19,38 @@ from provisioning.config import (
     as_options,
     check_cluster_name,
 )
-from provisioning.hostkeys import Folder, folder_of, ssh_names
+from provisioning.folder import ClusterFolder, folder_of, ssh_names
 
 
 def ssh(config: SshConfig) -> NoReturn:
     """`icom ssh`."""
-    folder = reach(config, config.node)
-    _become(["ssh", "-F", str(folder.ssh_config), "--", _name(config)])
+    folder = reachable_folder(config, config.node)
+    _exec(["ssh", "-F", str(folder.ssh_config), "--", _name(config)])
 
 
 def run(config: RunConfig) -> NoReturn:
     """`icom run`."""
     if not config.command:
         raise UsageError("What is to be run? For instance: icom run -- mpirun -f hosts hostname")
-    folder = reach(config, config.node)
+    folder = reachable_folder(config, config.node)
     line = config.command[0] if len(config.command) == 1 else shlex.join(config.command)
     line = f"exec bash -lc {shlex.quote(line)}"  # a login shell has the environment of icom
-    _become(["ssh", "-F", str(folder.ssh_config), "--", _name(config), line])
+    _exec(["ssh", "-F", str(folder.ssh_config), "--", _name(config), line])
 
 
 def push(config: PushConfig) -> NoReturn:
     """`icom push`."""
-    folder = reach(config, config.node)
-    _become(["scp", "-r", "-p", "-F", str(folder.ssh_config), "--", config.source, f"{_name(config)}:{config.target}"])
+    folder = reachable_folder(config, config.node)
+    _exec(["scp", "-r", "-p", "-F", str(folder.ssh_config), "--", config.source, f"{_name(config)}:{config.target}"])
 
 
 def pull(config: PullConfig) -> NoReturn:
     """`icom pull`."""
-    folder = reach(config, config.node)
-    _become(["scp", "-r", "-p", "-F", str(folder.ssh_config), "--", f"{_name(config)}:{config.source}", config.target])
+    folder = reachable_folder(config, config.node)
+    _exec(["scp", "-r", "-p", "-F", str(folder.ssh_config), "--", f"{_name(config)}:{config.source}", config.target])
 
 
-def reach(where: WhereConfig, node: str | None) -> Folder:
+def reachable_folder(where: WhereConfig, node: str | None) -> ClusterFolder:
     """The cluster's folder, with the addresses of today in its ssh config.
 
     Args:
@@ -91,7 +91,7 @@ def _name(config: SshConfig | RunConfig | PushConfig | PullConfig) -> str:
     return ssh_names(config.cluster, config.node)[0]
 
 
-def _become(words: list[str]) -> NoReturn:
+def _exec(words: list[str]) -> NoReturn:
     """Go on as another program, whose exit code is ours."""
     sys.stdout.flush()
     try:

@@ -16,7 +16,7 @@ from icom import names
 from icom.errors import IcomError
 from provisioning.aws import POLL_SECONDS, NodesFailed
 from provisioning.cluster import Node
-from provisioning.hostkeys import Folder
+from provisioning.folder import ClusterFolder
 
 CONNECT_SECONDS = 10
 LOGIN_SECONDS = 90
@@ -48,7 +48,7 @@ class LoginRefused(NodesFailed):
 class Login:
     """How to log in to the nodes."""
 
-    folder: Folder
+    folder: ClusterFolder
     user: str
     identity: Path
 
@@ -151,7 +151,7 @@ def step(
     command: str,
     check: Callable[[], None] = lambda: None,
     seconds: int = STEP_SECONDS,
-    told: Callable[[str], None] | None = None,
+    on_line: Callable[[str], None] | None = None,
 ) -> str:
     """Run a shell command on a node to its end; what it printed.
 
@@ -161,7 +161,7 @@ def step(
         command: for its shell.
         check: called before; what it raises stops.
         seconds: how long the command may take.
-        told: given each line as it is printed, on a thread of its own.
+        on_line: given each line as it is printed, on a thread of its own.
 
     Raises:
         IcomError: it failed, took too long or the connection broke; names the node and shows its last lines.
@@ -169,7 +169,7 @@ def step(
     import paramiko
 
     check()
-    streams = {"out_stream": _Lines(told), "err_stream": _Lines(told)} if told else {"hide": True}
+    streams = {"out_stream": _Lines(on_line), "err_stream": _Lines(on_line)} if on_line else {"hide": True}
     deadline, pause = CLOCK() + seconds, FIRST_LOOK_SECONDS
     try:
         running = connection.run(command, **streams, warn=True, in_stream=False, asynchronous=True)
@@ -196,13 +196,13 @@ def step(
 class _Lines(io.TextIOBase):
     """A stream that gives whole lines to a function, plain: a terminal is to show them."""
 
-    def __init__(self, told: Callable[[str], None]) -> None:
-        self._told, self._rest = told, ""
+    def __init__(self, on_line: Callable[[str], None]) -> None:
+        self._on_line, self._rest = on_line, ""
 
     def write(self, text: str) -> int:
         *lines, self._rest = (self._rest + text).split("\n")
         for line in filter(str.strip, map(names.plain, lines)):
-            self._told(line.strip())
+            self._on_line(line.strip())
         return len(text)
 
 

@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from provisioning.hostkeys import SSH_CONFIGS, clusters_folder
+from provisioning.folder import SSH_CONFIGS, clusters_folder
 
 
 def add_include() -> None:

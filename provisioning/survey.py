@@ -19,7 +19,7 @@ from provisioning.images import Image, baked_image, base_image, find_image
 from provisioning.prices import Prices, look_up
 
 if TYPE_CHECKING:
-    from provisioning.this_instance import This
+    from provisioning.this_instance import ThisInstance
 
 STANDARD = ("L-1216C47A", "L-34B43A08")
 QUOTAS = {
@@ -72,11 +72,11 @@ def survey(
     cluster: Cluster,
     missing: int,
     only_image: bool = False,
-    this: This | None = None,
+    this_instance: ThisInstance | None = None,
 ) -> Survey:
     """Find out what `missing` more nodes need, or with `only_image` the instance that becomes their image.
 
-    With `this` (--from_this_instance) the image is made from that instance.
+    With `this_instance` (--from_this_instance) the image is made from that instance.
 
     Raises:
         UsageError: what was asked for is not there: type, zone, subnet, addresses, image, key, quota.
@@ -84,7 +84,7 @@ def survey(
     """
     kind = _instance_type(aws, config)
     content = _content(kind) if config.bake and config.setup else None
-    image, bake = _images(aws, config, () if only_image else cluster.nodes, kind, content, this)
+    image, bake = _images(aws, config, () if only_image else cluster.nodes, kind, content, this_instance)
     bake = bake and (missing > 0 or only_image)
     zones = _zones(aws, config.instance_type)
     block = False
@@ -92,8 +92,10 @@ def survey(
         zone, block = _reservation(aws, config, missing)
         zones = [zone]
     subnets = _subnets(aws, config, cluster, zones, max(missing, bake))
-    if this and subnets[0].vpc != this.node.vpc:
-        raise UsageError(f"{subnets[0].id} is in {subnets[0].vpc}, this instance in {this.node.vpc}: another --subnet.")
+    if this_instance and subnets[0].vpc != this_instance.node.vpc:
+        raise UsageError(
+            f"{subnets[0].id} is in {subnets[0].vpc}, this instance in {this_instance.node.vpc}: another --subnet."
+        )
     if config.key_name:
         _check_key_name(aws, config.key_name)
     vcpus = kind["VCpuInfo"]["DefaultVCpus"]
@@ -154,7 +156,7 @@ def _images(
     nodes: tuple[Node, ...],
     kind: dict[str, Any],
     content: str | None,
-    this: This | None,
+    this_instance: ThisInstance | None,
 ) -> tuple[Image, bool]:
     """The image to start from, and whether the nodes' is still to be baked from it.
 
@@ -167,7 +169,7 @@ def _images(
     if image:
         bake = False
     else:
-        image = this.image if this else base_image(aws, config, architectures, _gpus(kind) > 0)
+        image = this_instance.image if this_instance else base_image(aws, config, architectures, _gpus(kind) > 0)
         baked = image if image.content == content else baked_image(aws, content, image) if content else None
         image, bake = baked or image, content is not None and baked is None
     if image.architecture not in architectures:

@@ -12,7 +12,7 @@ from icom.errors import IcomError, UsageError
 from provisioning.aws import POLL_SECONDS, Aws, connect, error_code, explained, filters, pages, wait_for, when_visible
 from provisioning.cluster import RAW, TAG_CLUSTER, TAG_MASTER, TAG_ROLE, TAG_RUN, find_nodes, tags_of
 from provisioning.config import TeardownConfig, as_options, check_cluster_name, check_wait_minutes
-from provisioning.hostkeys import folder_of, places_of
+from provisioning.folder import folder_of, places_of
 from provisioning.sshinclude import remove_include_if_unused
 from provisioning.strays import Stray, find_strays, in_words
 
@@ -23,12 +23,12 @@ GONE = (
 IN_USE = ("DependencyViolation", "InvalidPlacementGroup.InUse", "VolumeInUse", "InvalidSnapshot.InUse")
 IMAGES = ("image", "snapshot")
 """Kinds that outlive a cluster unless --all_images is given; raw ones never do."""
-SETTLE_TRIES, SETTLE_SECONDS, SETTLE_EMPTY = 12, 3, 3
+LOOK_AGAIN_TRIES, LOOK_AGAIN_SECONDS, LOOK_AGAIN_EMPTY = 12, 3, 3
 
 T = TypeVar("T")
 
 
-class Kind(NamedTuple):
+class ResourceKind(NamedTuple):
     """How things of a kind are found and deleted."""
 
     name: str
@@ -42,13 +42,15 @@ class Kind(NamedTuple):
 
 
 KINDS = (
-    Kind("volume", "describe_volumes", "Volumes", "VolumeId", "delete_volume"),
-    Kind("security-group", "describe_security_groups", "SecurityGroups", "GroupId", "delete_security_group"),
+    ResourceKind("volume", "describe_volumes", "Volumes", "VolumeId", "delete_volume"),
+    ResourceKind("security-group", "describe_security_groups", "SecurityGroups", "GroupId", "delete_security_group"),
     # Not by its name: somebody may have given that to another key meanwhile.
-    Kind("key-pair", "describe_key_pairs", "KeyPairs", "KeyPairId", "delete_key_pair"),
-    Kind("placement-group", "describe_placement_groups", "PlacementGroups", "GroupName", "delete_placement_group"),
-    Kind("image", "describe_images", "Images", "ImageId", "deregister_image", "Owners"),
-    Kind("snapshot", "describe_snapshots", "Snapshots", "SnapshotId", "delete_snapshot", "OwnerIds"),
+    ResourceKind("key-pair", "describe_key_pairs", "KeyPairs", "KeyPairId", "delete_key_pair"),
+    ResourceKind(
+        "placement-group", "describe_placement_groups", "PlacementGroups", "GroupName", "delete_placement_group"
+    ),
+    ResourceKind("image", "describe_images", "Images", "ImageId", "deregister_image", "Owners"),
+    ResourceKind("snapshot", "describe_snapshots", "Snapshots", "SnapshotId", "delete_snapshot", "OwnerIds"),
 )
 """What a cluster can have besides instances, in the order to delete it."""
 
@@ -76,7 +78,7 @@ def teardown(config: TeardownConfig) -> None:
             errors = remove(aws, config.cluster, config.wait_minutes, print, images=config.all_images, launched=shown)
             try:
                 with explained():
-                    left = settle(aws, config.cluster, images=config.all_images)
+                    left = wait_until_gone(aws, config.cluster, images=config.all_images)
             except IcomError as error:  # the list from before stands then
                 errors.append(str(error))
         strays = find_strays(aws, config.cluster)
@@ -162,7 +164,7 @@ def remove(
     Returns:
         What failed, in words.
     """
-    mine = filters(tag_cluster=name) + (filters(tag_run=run) if run else [])
+    doomed = filters(tag_cluster=name) + (filters(tag_run=run) if run else [])
     errors: list[str] = []
 
     def attempt(do: Callable[..., T], *arguments: Any) -> T | None:
@@ -173,24 +175,24 @@ def remove(
             errors.append(str(error))
             return None
 
-    nodes = attempt(find_nodes, aws, mine) or []
+    nodes = attempt(find_nodes, aws, doomed) or []
     if nodes:
         say(f"ending {', '.join(f'{node.role} ({node.id})' for node in nodes)}")
     attempt(end_nodes, aws, list(dict.fromkeys([*launched, *(node.id for node in nodes)])), wait_minutes)
     for kind in KINDS:
-        which = mine if images or kind.name not in IMAGES else mine + filters(tag_role=RAW)
+        which = doomed if images or kind.name not in IMAGES else doomed + filters(tag_role=RAW)
         for item in attempt(_found, aws, kind, which) or []:
             if kind.name == "security-group":
-                attempt(release, aws, item)
+                attempt(leave_group, aws, item)
             attempt(_delete, aws, kind, item)
     return errors
 
 
-def _delete(aws: Aws, kind: Kind, item: dict[str, Any]) -> None:
-    gone(partial(getattr(aws.ec2, kind.delete), **{kind.id: item[kind.id]}))
+def _delete(aws: Aws, kind: ResourceKind, item: dict[str, Any]) -> None:
+    delete_if_there(partial(getattr(aws.ec2, kind.delete), **{kind.id: item[kind.id]}))
 
 
-def release(aws: Aws, group: dict[str, Any]) -> None:
+def leave_group(aws: Aws, group: dict[str, Any]) -> None:
     """Take a cluster's security group from the instance that is its master without being its own; all others stay.
 
     Raises:
@@ -217,8 +219,8 @@ def remove_raw_images(aws: Aws, name: str) -> None:
                 _delete(aws, kind, item)
 
 
-def _found(aws: Aws, kind: Kind, mine: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    request: dict[str, Any] = {"Filters": mine} | ({kind.owner: ["self"]} if kind.owner else {})
+def _found(aws: Aws, kind: ResourceKind, matching: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    request: dict[str, Any] = {"Filters": matching} | ({kind.owner: ["self"]} if kind.owner else {})
     if aws.ec2.can_paginate(kind.describe):
         items = pages(aws.ec2, kind.describe, kind.key, **request)
     else:
@@ -242,11 +244,11 @@ def end_nodes(aws: Aws, ids: list[str], wait_minutes: float) -> None:
         if error_code(error) not in GONE:
             raise
         for id in ids:  # one that is gone for good must not save the others
-            gone(lambda id=id: aws.ec2.terminate_instances(InstanceIds=[id]))  # type: ignore[misc]
+            delete_if_there(lambda id=id: aws.ec2.terminate_instances(InstanceIds=[id]))  # type: ignore[misc]
     wait_for(aws, "terminated", ids, wait_minutes)
 
 
-def gone(delete: Callable[[], Any], tries: int = 24) -> None:
+def delete_if_there(delete: Callable[[], Any], tries: int = 24) -> None:
     """Delete a thing; wait (two minutes) while others still hold it. That it is gone already is fine."""
     from botocore.exceptions import ClientError
 
@@ -287,17 +289,17 @@ def instances(left: list[tuple[str, str]]) -> list[str]:
     return [id for kind, id in left if kind == "instance"]
 
 
-def settle(aws: Aws, name: str, run: str | None = None, images: bool = False) -> list[tuple[str, str]]:
+def wait_until_gone(aws: Aws, name: str, run: str | None = None, images: bool = False) -> list[tuple[str, str]]:
     """What is left, asked until several looks in a row show nothing.
 
     Tags of things that were deleted stay visible for some seconds, and those of things made just now come late.
     """
     empty = 0
-    for attempt in range(SETTLE_TRIES):
+    for attempt in range(LOOK_AGAIN_TRIES):
         if attempt:
-            time.sleep(SETTLE_SECONDS)
+            time.sleep(LOOK_AGAIN_SECONDS)
         left = left_over(aws, name, run)
         empty = 0 if [item for item in left if images or item[0] not in IMAGES] else empty + 1
-        if empty == SETTLE_EMPTY:
+        if empty == LOOK_AGAIN_EMPTY:
             break
     return left

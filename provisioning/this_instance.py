@@ -21,7 +21,7 @@ from typing import IO, Any
 
 from icom.errors import UsageError
 from provisioning.aws import Aws, filters, pages
-from provisioning.cluster import TAG_CLUSTER, Cluster, Node, find_master, tags_of
+from provisioning.cluster import TAG_CLUSTER, Cluster, Node, find_outside_master, tags_of
 from provisioning.config import ProvisionConfig
 from provisioning.images import Image
 from provisioning.install import FOLDER
@@ -34,7 +34,7 @@ SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 @dataclass(frozen=True)
-class Identity:
+class IdentityDocument:
     """What the instance metadata service says."""
 
     id: str
@@ -42,7 +42,7 @@ class Identity:
 
 
 @dataclass(frozen=True)
-class This:
+class ThisInstance:
     """The instance that this runs on."""
 
     node: Node
@@ -57,7 +57,7 @@ class This:
     """Ids of that interface's security groups."""
 
 
-def where_am_i(config: ProvisionConfig) -> Identity:
+def identify(config: ProvisionConfig) -> IdentityDocument:
     """The instance that this runs on, fit to be a master: icom is where nodes have it, with an mpirun.
 
     Raises:
@@ -97,7 +97,7 @@ def _check_own_key(path: Path) -> None:
             )
 
 
-def _identity() -> Identity:
+def _identity() -> IdentityDocument:
     endpoint = os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT") or METADATA
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # it is on this very machine
 
@@ -110,7 +110,7 @@ def _identity() -> Identity:
     try:
         token = ask("api/token", "PUT", "token-ttl-seconds", str(TOKEN_SECONDS))
         document = json.loads(ask("dynamic/instance-identity/document", "GET", "token", token))
-        found = Identity(document["instanceId"], document["region"])
+        found = IdentityDocument(document["instanceId"], document["region"])
         if not re.fullmatch(r"i-[0-9a-f]+", found.id):
             raise ValueError(f"it calls itself {found.id}")
         return found
@@ -122,8 +122,8 @@ def _identity() -> Identity:
 
 
 def master_here(
-    aws: Aws, config: ProvisionConfig, cluster: Cluster, own: Identity | None
-) -> tuple[ProvisionConfig, This | None]:
+    aws: Aws, config: ProvisionConfig, cluster: Cluster, own: IdentityDocument | None
+) -> tuple[ProvisionConfig, ThisInstance | None]:
     """The options as they follow from the instance that this runs on, and that instance; as they are without `own`.
 
     Raises:
@@ -132,13 +132,13 @@ def master_here(
     _check_master(cluster, own.id if own else None)
     if own is None:
         return config, None
-    this = _look_around(aws, own.id)
-    return replace(_as_this_instance(config, cluster, this), region=aws.region), this
+    this_instance = _look_around(aws, own.id)
+    return replace(_as_this_instance(config, cluster, this_instance), region=aws.region), this_instance
 
 
-def _check_master(cluster: Cluster, this: str | None) -> None:
-    """Refuse to go on with a cluster that has another master than `this`, or where that is None than one of its own."""
-    if cluster.empty or cluster.master == this:
+def _check_master(cluster: Cluster, instance: str | None) -> None:
+    """Refuse to go on with a cluster that has another master than `instance`, or, for None, than its own."""
+    if cluster.empty or cluster.master == instance:
         return
     how = f"from {cluster.master} with --from_this_instance" if cluster.master else "without --from_this_instance"
     raise UsageError(
@@ -147,10 +147,10 @@ def _check_master(cluster: Cluster, this: str | None) -> None:
     )
 
 
-def _look_around(aws: Aws, id: str) -> This:
+def _look_around(aws: Aws, id: str) -> ThisInstance:
     """What EC2 knows of the instance that this runs on."""
     found = pages(aws.ec2, "describe_instances", "Reservations", Filters=filters(instance_id=id))
-    node = find_master(aws, id)
+    node = find_outside_master(aws, id)
     if node is None or not found:
         raise UsageError(f"Account {aws.account} has no instance {id} in {aws.region}: credentials of another account?")
     (instance,) = found[0]["Instances"]
@@ -176,22 +176,22 @@ def _look_around(aws: Aws, id: str) -> This:
     first = min(instance["NetworkInterfaces"], key=lambda card: card["Attachment"]["DeviceIndex"])
     groups = tuple(group["GroupId"] for group in first["Groups"])
     data = tuple(sorted(set(disks) - {root}))
-    return This(node, image, data, first["NetworkInterfaceId"], groups)
+    return ThisInstance(node, image, data, first["NetworkInterfaceId"], groups)
 
 
-def _as_this_instance(config: ProvisionConfig, cluster: Cluster, this: This) -> ProvisionConfig:
+def _as_this_instance(config: ProvisionConfig, cluster: Cluster, this_instance: ThisInstance) -> ProvisionConfig:
     """The options, with what follows from this instance: workers are like it, in its subnet, and let it alone in."""
     return replace(
         config,
-        instance_type=this.node.type,
+        instance_type=this_instance.node.type,
         ssh_user=getpass.getuser(),
-        subnet=config.subnet or ([] if cluster.nodes else [this.node.subnet]),
-        private_ip=config.private_ip or this.node.public_ip is None,
-        ssh_from=config.ssh_from or f"{this.node.private_ip}/32",
+        subnet=config.subnet or ([] if cluster.nodes else [this_instance.node.subnet]),
+        private_ip=config.private_ip or this_instance.node.public_ip is None,
+        ssh_from=config.ssh_from or f"{this_instance.node.private_ip}/32",
     )
 
 
-class Here:
+class LocalTransport:
     """Runs commands on this machine as a login by ssh would: from the home folder, without this process's variables.
 
     As much of fabric's Connection as steps on a master need.

@@ -27,10 +27,10 @@ from icom.files import make_writable_folder, write_atomically
 from icom.signals import StopRequest
 from provisioning.cluster import MASTER
 from provisioning.config import WhereConfig, as_options
-from provisioning.hostkeys import places_of, ssh_names
+from provisioning.folder import places_of, ssh_names
 from provisioning.relay import showing
-from provisioning.remote import reach
-from provisioning.transfer import Parcel, Way, fetch, parcel, send
+from provisioning.remote import reachable_folder
+from provisioning.transfer import OpenSsh, Upload, download, upload, upload_of
 
 BUSY = 75
 ASK_SECONDS = 0.2
@@ -77,7 +77,7 @@ END = 'cd "runs/$1" && cat exit 2>/dev/null; find "./$2" -newer started -type f 
 
 
 @dataclass(frozen=True)
-class Run:
+class RemoteTraining:
     """A training on a cluster.
 
     Attributes:
@@ -105,7 +105,7 @@ class Run:
         """Of the output folder on the master, in the run's: model cards and the Hub show it."""
         return self.output.name or "run"
 
-    def goes_on(self) -> str:
+    def how_to_go_on(self) -> str:
         """How to go on by hand with a training that has lost us."""
         source, target = shlex.quote(f"runs/{self.id}/{self.name}"), shlex.quote(str(self.output.parent))
         return (
@@ -132,33 +132,33 @@ def train_on(config: TrainConfig) -> None:
     # Its key is on this computer alone, and so is the knowledge where it was made.
     places = places_of(config.on)
     where = WhereConfig(cluster=config.on, region=places[0][1] if len(places) == 1 else None)
-    run = Run(where, hashlib.sha256(str(output).encode()).hexdigest()[:12], output)
-    folder = reach(where, None)
-    way = Way(folder.ssh_config, ssh_names(config.on, MASTER)[0])
-    home = look(way, run, config.resume_from_checkpoint)
+    training = RemoteTraining(where, hashlib.sha256(str(output).encode()).hexdigest()[:12], output)
+    folder = reachable_folder(where, None)
+    master = OpenSsh(folder.ssh_config, ssh_names(config.on, MASTER)[0])
+    home = check_ready(master, training, config.resume_from_checkpoint)
     there: dict[str, Any] = {option: f"{home}/pushed/{some.name}" for option, some in inputs.items()}
     if config.initial_embedding:
         there["initial_embedding"] += f"/{Path(config.initial_embedding).name}"
-    there["output_dir"] = f"{home}/runs/{run.id}/{run.name}"
+    there["output_dir"] = f"{home}/runs/{training.id}/{training.name}"
     resume = there.pop("resume_from_checkpoint", config.resume_from_checkpoint)
     with tempfile.TemporaryDirectory() as place:
         (file := Path(place, "config.yaml")).write_text(to_yaml(replace(config, **there)))
-        options = parcel("the configuration", Path(place), [file])
+        options = upload_of("the configuration", Path(place), [file])
         options = replace(options, name=f"config-{options.name[-16:]}")
-        send(way, [*inputs.values(), options], _say)
+        upload(master, [*inputs.values(), options], _say)
     words = ["--config", f"{home}/pushed/{options.name}/{file.name}"]
     words += ["--resume_from_checkpoint", resume] if resume else []
-    with _second_signal_leaves(run):
-        stopped_by = _train(way, run, words, _token(config))
-        code, wrote = _end(way, run)
+    with _second_signal_leaves(training):
+        stopped_by = _train(master, training, words, _token(config))
+        code, wrote = _outcome(master, training)
         if wrote:
-            count = fetch(way, f"runs/{run.id}", run.name, run.output)
-            _speak_of_here(run.output / "config.yaml", config)
+            count = download(master, f"runs/{training.id}", training.name, training.output)
+            _restore_local_paths(training.output / "config.yaml", config)
             _say(f"fetched {count} files into {config.output_dir}")
     if stopped_by is not None:
-        raise Stopped(f"Stopped the training on {run.cluster}.", stopped_by)
+        raise Stopped(f"Stopped the training on {training.cluster}.", stopped_by)
     if code:
-        error = IcomError(f"The training on {run.cluster} failed.")
+        error = IcomError(f"The training on {training.cluster} failed.")
         error.exit_code = code
         raise error
 
@@ -167,7 +167,7 @@ def _say(text: str) -> None:
     print(f"icom: {text}", file=sys.stderr, flush=True)
 
 
-def _inputs(config: TrainConfig) -> dict[str, Parcel]:
+def _inputs(config: TrainConfig) -> dict[str, Upload]:
     """What is on this computer and has to be on the nodes: option -> files. Checked here as every rank will.
 
     Raises:
@@ -181,7 +181,7 @@ def _inputs(config: TrainConfig) -> dict[str, Parcel]:
     found = {}
     pictures = [picture.path for picture in list_pictures(config.train_data_dir)]
     if config.train_data_dir.partition(":")[0] != "bundled":
-        found["train_data_dir"] = parcel("the pictures", pictures[0].parent, pictures)
+        found["train_data_dir"] = upload_of("the pictures", pictures[0].parent, pictures)
     model, tokenizer = config.pretrained_model_name_or_path, config.tokenizer_name
     if not loading.is_hub_id(model):
         if Path(model).expanduser().is_file():
@@ -192,19 +192,19 @@ def _inputs(config: TrainConfig) -> dict[str, Parcel]:
         source = loading.find(model, tokenizer_name=None, variant=config.variant)
         if source.folder and source.folder != loading.BUNDLE:
             files = digests.model_files(source.folder, config.variant, own_tokenizer=not tokenizer)
-            found["pretrained_model_name_or_path"] = parcel("the model", source.folder, files)
+            found["pretrained_model_name_or_path"] = upload_of("the model", source.folder, files)
     if tokenizer and not loading.is_hub_id(tokenizer):
         root = Path(tokenizer).expanduser()
         if not root.is_dir():
             raise IcomError(f"No such tokenizer folder: {tokenizer}.")
-        found["tokenizer_name"] = parcel("the tokenizer", root, digests.tokenizer_files(root))
+        found["tokenizer_name"] = upload_of("the tokenizer", root, digests.tokenizer_files(root))
     if config.initial_embedding:
         load_initial_rows(file := Path(config.initial_embedding).expanduser(), config.num_vectors)
-        found["initial_embedding"] = parcel("the initial embedding", file.parent, [file])
+        found["initial_embedding"] = upload_of("the initial embedding", file.parent, [file])
     checkpoint = Path(config.resume_from_checkpoint or "latest").expanduser()
     if config.resume_from_checkpoint != "latest" and checkpoint.is_dir():
         files = [path for path in checkpoint.iterdir() if path.is_file()]
-        found["resume_from_checkpoint"] = parcel("the checkpoint", checkpoint, files)
+        found["resume_from_checkpoint"] = upload_of("the checkpoint", checkpoint, files)
     return found
 
 
@@ -217,46 +217,48 @@ def _token(config: TrainConfig) -> str:
     return config.hub_token or get_token() or ""
 
 
-def look(way: Way, run: Run, resume: str | None) -> str:
+def check_ready(master: OpenSsh, training: RemoteTraining, resume: str | None) -> str:
     """The home folder on the nodes.
 
     Raises:
         UsageError: a training runs there, it does not have what is to be resumed, or its nodes have GPUs.
         IcomError: it answers something else.
     """
-    said = way.ask("Asking whether it trains", LOOK, f"{run.id}/{run.name}").splitlines()
+    said = master.ask("Asking whether it trains", LOOK, f"{training.id}/{training.name}").splitlines()
     if said == [GPUS]:
         raise UsageError(
-            f"The nodes of {run.cluster} have GPUs, and --on trains on CPUs. Bring the pictures with icom push"
-            f"{as_options(run.where)}, and train there: icom ssh{as_options(run.where)}, then mpirun -f ~/hosts -n N "
-            "-ppn 1 accelerate launch textual_inversion_icom.py …"
+            f"The nodes of {training.cluster} have GPUs, and --on trains on CPUs. Bring the pictures with icom push"
+            f"{as_options(training.where)}, and train there: icom ssh{as_options(training.where)}, then "
+            "mpirun -f ~/hosts -n N -ppn 1 accelerate launch textual_inversion_icom.py …"
         )
     if said[1:2] not in (["known"], ["new"]) or [line.count(" ") for line in said[2:]] not in ([], [1]):
-        raise IcomError(f"{way.host} was asked whether it trains, and answers {names.shown(said)}.")
+        raise IcomError(f"{master.host} was asked whether it trains, and answers {names.shown(said)}.")
     home, folder, *trains = names.home(said[0]), *said[1:]
     if trains:
         other = names.word(trains[0].rpartition(" ")[2])
         raise UsageError(
-            f"A training runs on {run.cluster} already. See it: {run.by_hand} tail -n 20 -f runs/{other}/log. Stop it: "
-            f"{run.by_hand} {STOP_BY_HAND}. What it saves: icom pull{as_options(run.where)} runs/{other}"
+            f"A training runs on {training.cluster} already. See it: {training.by_hand} tail -n 20 -f runs/{other}/log."
+            f" Stop it: {training.by_hand} {STOP_BY_HAND}. What it saves: icom pull{as_options(training.where)} "
+            f"runs/{other}"
         )
-    if folder == "new" and resume == "latest" and any(run.output.glob("checkpoint-*")):
+    if folder == "new" and resume == "latest" and any(training.output.glob("checkpoint-*")):
         raise UsageError(
-            f"{run.cluster} has never trained into {run.output}, which has checkpoints: `latest` would start anew. "
-            f"Name the one to send: --resume_from_checkpoint {shlex.quote(str(run.output / 'checkpoint-N'))}"
+            f"{training.cluster} has never trained into {training.output}, which has checkpoints: `latest` would "
+            "start anew. Name the one to send: --resume_from_checkpoint "
+            f"{shlex.quote(str(training.output / 'checkpoint-N'))}"
         )
     return home
 
 
-def _train(way: Way, run: Run, options: list[str], token: str) -> int | None:
+def _train(master: OpenSsh, training: RemoteTraining, options: list[str], token: str) -> int | None:
     """Start it and show what it says until it ends; the signal that stopped it, if one did.
 
     Raises:
         UsageError: another one was quicker.
     """
-    _say(f"training on {run.cluster}")
+    _say(f"training on {training.cluster}")
     sys.stdout.flush()
-    words = way.command(TRAIN, run.id, *options)
+    words = master.command(TRAIN, training.id, *options)
     sent = None
     # In a session of its own: Ctrl-C is for us, who pass it on.
     pipe = subprocess.PIPE
@@ -266,13 +268,14 @@ def _train(way: Way, run: Run, options: list[str], token: str) -> int | None:
     ):
         assert process.stdin
         try:
-            with StopRequest(f"telling the training on {run.cluster} to save and end; then its results come") as stop:
+            doing = f"telling the training on {training.cluster} to save and end; then its results come"
+            with StopRequest(doing) as stop:
                 process.stdin.write(f"{token}\n".encode())
                 process.stdin.close()
                 while process.poll() is None:
                     if stop.signal_number is not None and sent is None:
                         sent = stop.signal_number
-                        way.ask("Stopping the training", STOP, run.id)
+                        master.ask("Stopping the training", STOP, training.id)
                     _wait(process)
         except BrokenPipeError:
             process.wait()
@@ -280,7 +283,7 @@ def _train(way: Way, run: Run, options: list[str], token: str) -> int | None:
             process.kill()
             raise
     if process.returncode == BUSY:
-        raise UsageError(f"Another training was quicker to start on {run.cluster}; nothing was started.")
+        raise UsageError(f"Another training was quicker to start on {training.cluster}; nothing was started.")
     return sent
 
 
@@ -289,24 +292,24 @@ def _wait(process: subprocess.Popen[bytes]) -> None:
         process.wait(ASK_SECONDS)
 
 
-def _end(way: Way, run: Run) -> tuple[int, bool]:
+def _outcome(master: OpenSsh, training: RemoteTraining) -> tuple[int, bool]:
     """Its exit code, and whether it wrote anything.
 
     Raises:
         IcomError: the connection broke.
     """
     try:
-        said = way.ask("Asking how it ended", END, run.id, run.name).splitlines()
+        said = master.ask("Asking how it ended", END, training.id, training.name).splitlines()
     except IcomError as error:
-        raise IcomError(f"{error}\n{run.goes_on()}") from error
+        raise IcomError(f"{error}\n{training.how_to_go_on()}") from error
     try:
         code = names.exit_code(said[0] if said else "")
     except names.Malformed:
-        raise IcomError(f"Lost the connection to {way.host}. {run.goes_on()}") from None
+        raise IcomError(f"Lost the connection to {master.host}. {training.how_to_go_on()}") from None
     return code, len(said) > 1
 
 
-def _speak_of_here(path: Path, config: TrainConfig) -> None:
+def _restore_local_paths(path: Path, config: TrainConfig) -> None:
     """Put this computer's names of inputs and output into config.yaml, which `icom generate` and `icom train` read."""
     if path.exists():
         places = (
@@ -318,11 +321,11 @@ def _speak_of_here(path: Path, config: TrainConfig) -> None:
 
 
 @contextmanager
-def _second_signal_leaves(run: Run) -> Iterator[None]:
+def _second_signal_leaves(training: RemoteTraining) -> Iterator[None]:
     """Inside, a signal that nobody else waits for ends this command, with word of how to go on."""
 
     def leave(number: int, frame: FrameType | None) -> None:
-        raise Stopped(f"Left at once. {run.goes_on()}", number)
+        raise Stopped(f"Left at once. {training.how_to_go_on()}", number)
 
     before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -19,12 +19,12 @@ from icom.launch import digests
 from provisioning.relay import showing
 
 COMPLETE = ".complete"
-"""The last file of a parcel to arrive: without it the parcel is sent again."""
+"""The last file of an upload to arrive: without it the upload is sent again."""
 NO_WAY = 255
 """Exit code of ssh itself, when there is no connection or no longer one."""
 TAIL_LINES = 12
 
-# Prints which of the parcels are not there.
+# Prints which of the uploads are not there.
 LACKING = 'mkdir -p pushed; cd pushed; for name; do [ -e "$name/.complete" ] || echo "$name"; done'
 UNPACK = "tar -xf - -C pushed"
 # All workers at once. What a worker has already is not sent.
@@ -51,7 +51,7 @@ BACK = 'cd "$1" && tar -cf - -- "./$2"'
 
 
 @dataclass(frozen=True)
-class Way:
+class OpenSsh:
     """The way to a cluster's master."""
 
     ssh_config: Path
@@ -82,7 +82,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Parcel:
+class Upload:
     """Files that all nodes get, in a folder whose name says what is in it.
 
     Attributes:
@@ -98,41 +98,41 @@ class Parcel:
     name: str
 
 
-def parcel(what: str, root: Path, files: Sequence[Path]) -> Parcel:
+def upload_of(what: str, root: Path, files: Sequence[Path]) -> Upload:
     """Read the files once, for their digest.
 
     Raises:
         IcomError: a file cannot be read.
     """
     readable = re.sub(r"[^A-Za-z0-9._-]", "_", root.resolve().name).lstrip("-.")
-    return Parcel(what, root, tuple(files), f"{readable or 'folder'}-{digests.of_files(root, files)[:16]}")
+    return Upload(what, root, tuple(files), f"{readable or 'folder'}-{digests.of_files(root, files)[:16]}")
 
 
-def send(way: Way, parcels: Sequence[Parcel], say: Callable[[str], None]) -> None:
-    """Bring parcels to the master, and from there to all workers; what is there already does not travel again.
+def upload(master: OpenSsh, uploads: Sequence[Upload], say: Callable[[str], None]) -> None:
+    """Bring uploads to the master, and from there to all workers; what is there already does not travel again.
 
     Raises:
         IcomError: a file cannot be read, or did not arrive.
     """
-    names = [some.name for some in parcels]
-    asked = way.ask("Looking for what it has", LACKING, *names).split()
-    lacking = [some for some in parcels if some.name in asked]
+    names = [some.name for some in uploads]
+    asked = master.ask("Looking for what it has", LACKING, *names).split()
+    lacking = [some for some in uploads if some.name in asked]
     for some in lacking:
         size = sum(file.stat().st_size for file in some.files)
         files = "1 file" if len(some.files) == 1 else f"{len(some.files)} files"
         say(f"sending {some.what} ({files}, {size / 1e6:.1f} MB)")
     if lacking:
-        _upload(way, lacking)
-    way.ask("Bringing files to the workers", PASS_ON, LACKING, *names)
+        _send(master, lacking)
+    master.ask("Bringing files to the workers", PASS_ON, LACKING, *names)
 
 
-def _upload(way: Way, parcels: Sequence[Parcel]) -> None:
-    words, no, pipe = way.command(UNPACK), subprocess.DEVNULL, subprocess.PIPE
+def _send(master: OpenSsh, uploads: Sequence[Upload]) -> None:
+    words, no, pipe = master.command(UNPACK), subprocess.DEVNULL, subprocess.PIPE
     with subprocess.Popen(words, stdin=pipe, stdout=no, stderr=pipe) as process, showing(process, sys.stderr):
         assert process.stdin
         try:
             with process.stdin, tarfile.open(fileobj=process.stdin, mode="w|") as tar:
-                for some in parcels:
+                for some in uploads:
                     for file in sorted(some.files):
                         entry = tarfile.TarInfo(f"{some.name}/{file.relative_to(some.root).as_posix()}")
                         with file.open("rb") as content:
@@ -145,10 +145,10 @@ def _upload(way: Way, parcels: Sequence[Parcel]) -> None:
             process.kill()
             raise IcomError(f"Cannot send {file}: {error.strerror or error}.") from error
     if process.returncode:
-        raise IcomError(_failed(way, "Sending files", process.returncode))
+        raise IcomError(_failed(master, "Sending files", process.returncode))
 
 
-def fetch(way: Way, folder: str, name: str, target: Path) -> int:
+def download(master: OpenSsh, folder: str, name: str, target: Path) -> int:
     """Bring the files of `folder/name` on the master into `target`; each is whole or the old one. How many they are.
 
     What `target` has besides stays. Links, devices and other things that are no files stay on the master.
@@ -158,7 +158,7 @@ def fetch(way: Way, folder: str, name: str, target: Path) -> int:
             `folder/name` makes no such names, so the rest is not taken either.
     """
     count = 0
-    words = way.command(BACK, folder, name)
+    words = master.command(BACK, folder, name)
     no, pipe = subprocess.DEVNULL, subprocess.PIPE
     with subprocess.Popen(words, stdin=no, stdout=pipe, stderr=pipe) as process, showing(process, sys.stderr):
         assert process.stdout
@@ -172,15 +172,15 @@ def fetch(way: Way, folder: str, name: str, target: Path) -> int:
         except (tarfile.FilterError, names.Malformed) as error:
             process.kill()
             process.wait()
-            raise IcomError(f"{way.host} sends what is no file of the run: {error} No more is taken.") from None
+            raise IcomError(f"{master.host} sends what is no file of the run: {error} No more is taken.") from None
         except (tarfile.TarError, EOFError, ValueError) as error:  # the last of a number that is none
             process.kill()
-            raise IcomError(f"{_failed(way, 'Fetching the results', process.wait())} {error}") from error
+            raise IcomError(f"{_failed(master, 'Fetching the results', process.wait())} {error}") from error
         except BaseException:
             process.kill()
             raise
     if process.returncode:
-        raise IcomError(_failed(way, "Fetching the results", process.returncode))
+        raise IcomError(_failed(master, "Fetching the results", process.returncode))
     return count
 
 
@@ -214,9 +214,9 @@ def _write(path: Path, tar: tarfile.TarFile, entry: tarfile.TarInfo) -> None:
         raise write_error(path, error) from error
 
 
-def _failed(way: Way, what: str, code: int) -> str:
+def _failed(master: OpenSsh, what: str, code: int) -> str:
     why = "ssh has no connection" if code == NO_WAY else f"exit code {code}"
-    return f"{what} failed on {way.host} ({why})."
+    return f"{what} failed on {master.host} ({why})."
 
 
 def _last_lines(text: str) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from provisioning.nodes import WAIT_FOR_BOOT
+from provisioning.bootstrap import WAIT_FOR_BOOT
 from tests.support.command import ROOT
 from tests.support.hosts import HOME, cluster
 
@@ -23,12 +23,12 @@ from dataclasses import fields
 from pathlib import Path
 from provisioning import ssh
 from provisioning.cluster import Node
-from provisioning.hostkeys import Folder
+from provisioning.folder import ClusterFolder
 address, host_key, limit = sys.argv[1:]
 there = {"id": "i-1", "role": "master", "private_ip": address}
 node = Node(**{field.name: there.get(field.name) for field in fields(Node)})
 ssh.LOGIN_SECONDS = float(limit)
-login = ssh.Login(Folder(Path("/nowhere")), "root", Path.home() / ".ssh/id_ed25519")
+login = ssh.Login(ClusterFolder(Path("/nowhere")), "root", Path.home() / ".ssh/id_ed25519")
 tries, connect = 0, ssh.connect
 ssh.CLOCK = lambda: tries  # a second goes by with each, however busy this machine is
 def counted(*arguments):

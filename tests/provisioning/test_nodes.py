@@ -1,6 +1,6 @@
 """`icom provision` from end to end in a box: nodes as it leaves them, and nodes that are not what they should be.
 
-Guards provisioning.nodes and remote.
+Guards provisioning.bootstrap and remote.
 """
 
 from __future__ import annotations

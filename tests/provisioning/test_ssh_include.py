@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from provisioning.cluster import Node, role_names
-from provisioning.hostkeys import SSH_CONFIGS, Folder
+from provisioning.folder import SSH_CONFIGS, ClusterFolder
 from tests.support.command import ROOT
 from tests.support.hosts import HOME, Host, cluster
 
@@ -48,13 +48,13 @@ def call(laptop: Host, function: str, home: Path = HOME) -> str:
 
 
 @pytest.fixture
-def make(laptop: Host) -> Iterator[Callable[[str, str], Folder]]:
+def make(laptop: Host) -> Iterator[Callable[[str, str], ClusterFolder]]:
     """Write the ssh config of a cluster of two nodes, at an address."""
-    made: list[Folder] = []
+    made: list[ClusterFolder] = []
 
-    def make(name: str, address: str) -> Folder:
+    def make(name: str, address: str) -> ClusterFolder:
         levels = SSH_CONFIGS.count("*") - 1
-        folder = Folder(laptop.path(CLUSTERS).joinpath(*["x"] * levels, name))
+        folder = ClusterFolder(laptop.path(CLUSTERS).joinpath(*["x"] * levels, name))
         folder.client_key()
         now = datetime.now(timezone.utc)
         nodes = tuple(
@@ -77,7 +77,9 @@ def ssh(laptop: Host, name: str) -> dict[str, str]:
     return dict(line.split(" ", 1) for line in done.stdout.splitlines() if " " in line)
 
 
-def test_ssh_finds_all_clusters_by_one_line(laptop: Host, config: Path, make: Callable[[str, str], Folder]) -> None:
+def test_ssh_finds_all_clusters_by_one_line(
+    laptop: Host, config: Path, make: Callable[[str, str], ClusterFolder]
+) -> None:
     config.write_bytes(OWN)
     config.chmod(0o640)
     first, second = make("one", "192.0.2.1"), make("two", "192.0.2.2")
@@ -108,7 +110,7 @@ def test_ssh_finds_all_clusters_by_one_line(laptop: Host, config: Path, make: Ca
     assert config.stat().st_mode & 0o777 == 0o640
 
 
-def test_no_config_before_none_after(laptop: Host, config: Path, make: Callable[[str, str], Folder]) -> None:
+def test_no_config_before_none_after(laptop: Host, config: Path, make: Callable[[str, str], ClusterFolder]) -> None:
     config.parent.rename(config.parent.with_name("put-aside"))
     try:
         folder = make("one", "192.0.2.1")
@@ -123,7 +125,7 @@ def test_no_config_before_none_after(laptop: Host, config: Path, make: Callable[
         config.parent.with_name("put-aside").rename(config.parent)
 
 
-def test_link_stays_a_link(laptop: Host, config: Path, make: Callable[[str, str], Folder]) -> None:
+def test_link_stays_a_link(laptop: Host, config: Path, make: Callable[[str, str], ClusterFolder]) -> None:
     (real := laptop.path(HOME / "dotfiles")).write_bytes(OWN)
     config.symlink_to("../dotfiles")
     folder = make("one", "192.0.2.1")
@@ -136,7 +138,7 @@ def test_link_stays_a_link(laptop: Host, config: Path, make: Callable[[str, str]
 
 
 def test_config_that_cannot_be_written_is_a_warning(
-    laptop: Host, config: Path, make: Callable[[str, str], Folder]
+    laptop: Host, config: Path, make: Callable[[str, str], ClusterFolder]
 ) -> None:
     make("one", "192.0.2.1")
     config.mkdir()

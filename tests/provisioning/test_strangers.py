@@ -20,10 +20,11 @@ import yaml
 from icom.errors import IcomError
 from icom.names import address
 from provisioning import launches
+from provisioning.bootstrap import hosts_file, ssh_config
 from provisioning.cluster import Node
 from provisioning.config import PARSED
-from provisioning.hostkeys import Folder, make_key
-from provisioning.nodes import hosts_file, ssh_config
+from provisioning.folder import ClusterFolder
+from provisioning.hostkeys import make_key
 from tests.support.ec2 import output_of
 from tests.support.hostile import LINES, ROLES, SCREEN, TEXTS, obeyed
 from tests.support.wire import Icom, Wire
@@ -189,7 +190,7 @@ def test_percent_signs_and_blanks_in_paths_stay_what_they_are(
 @pytest.mark.parametrize("text", TEXTS)
 def test_writers_refuse_whatever_a_node_is_made_of(text: str, tmp_path: Path) -> None:
     """By construction: also what no edge has parsed. Nothing is written then."""
-    folder, key = Folder(tmp_path / "box"), make_key().public
+    folder, key = ClusterFolder(tmp_path / "box"), make_key().public
     folder.client_key()
     before = {file: file.read_bytes() for file in folder.path.iterdir()}
     writers: dict[str, Callable[[Node], object]] = {

@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 
 from icom.errors import IcomError
-from provisioning.nodes import KEEP_FILES
+from provisioning.bootstrap import KEEP_FILES
 from provisioning.ssh import step
-from provisioning.this_instance import Here
+from provisioning.this_instance import LocalTransport
 from tests.support.command import ROOT
 from tests.support.ec2 import REGION
 from tests.support.fake_ssh import FakeConnection, Steps, connector
@@ -118,7 +118,9 @@ class Master:
 def steps(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Steps:
     steps = Steps()
     monkeypatch.setattr("provisioning.ssh.connect", connector(steps))
-    monkeypatch.setattr("provisioning.provision.Here", lambda: FakeConnection(steps, SimpleNamespace(role="master")))  # type: ignore[arg-type]
+    monkeypatch.setattr(
+        "provisioning.provision.LocalTransport", lambda: FakeConnection(steps, SimpleNamespace(role="master"))
+    )  # type: ignore[arg-type]
     monkeypatch.setattr("provisioning.project.archive", lambda: b"")
     monkeypatch.setattr("provisioning.project.digest", lambda: f"content-of-{request.node.name}")
     return steps
@@ -370,7 +372,7 @@ def test_key_with_a_passphrase_is_refused(make: Icom, wire: Wire, tmp_path: Path
 def test_here_is_like_a_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
-    here: Any = Here()
+    here: Any = LocalTransport()
     node: Any = SimpleNamespace(role="master", id="i-1")
     check = lambda: None  # noqa: E731
     assert step(here, node, "pwd; echo ${MASTER_ADDR-none}; cat", check).split() == [str(tmp_path), "none"]
@@ -383,9 +385,9 @@ def test_here_is_like_a_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_ctrl_c_at_the_terminal_does_not_reach_the_step(tmp_path: Path) -> None:
     """The terminal signals all of its foreground group: the step has to go on, to be undone in order."""
     code = (
-        "import signal, sys; from provisioning.this_instance import Here\n"
+        "import signal, sys; from provisioning.this_instance import LocalTransport\n"
         "signal.signal(signal.SIGINT, lambda *_: None); print('ready', flush=True)\n"
-        "print(Here().run('echo $$ > pid; sleep 0.5; echo whole').join().stdout)"
+        "print(LocalTransport().run('echo $$ > pid; sleep 0.5; echo whole').join().stdout)"
     )
     environment = os.environ | {"HOME": str(tmp_path)}
     with subprocess.Popen(
@@ -404,6 +406,6 @@ def test_files_of_the_user_are_kept_once(tmp_path: Path, monkeypatch: pytest.Mon
     node: Any = SimpleNamespace(role="master", id="i-1")
     for text in ("the user's", "icom's"):
         (tmp_path / "hosts").write_text(text)
-        step(Here(), node, KEEP_FILES, lambda: None)
+        step(LocalTransport(), node, KEEP_FILES, lambda: None)
     assert (tmp_path / "hosts.before_icom").read_text() == "the user's"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hosts", "hosts.before_icom"]

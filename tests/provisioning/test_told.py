@@ -55,7 +55,7 @@ def test_ssh_knows_the_nodes_after_a_failure(
     def fail(*arguments: Any) -> None:
         raise IcomError("no such luck")
 
-    monkeypatch.setattr("provisioning.provision.set_up", fail)
+    monkeypatch.setattr("provisioning.provision.bootstrap", fail)
     arguments = ("--cluster", "kept", "--keep_on_failure", "--no_bake", "--address_url", f"{moto}/address")
     assert icom("provision", "--yes", *arguments).code == 1
     (config,) = (tmp_path / "clusters").rglob("kept/ssh_config")

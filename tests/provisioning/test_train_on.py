@@ -29,9 +29,9 @@ from icom.errors import UsageError
 from icom.models.loading import BUNDLE
 from provisioning.cluster import Node, role_names
 from provisioning.config import WhereConfig
-from provisioning.hostkeys import Folder
-from provisioning.train_on import Run, look
-from provisioning.transfer import Way
+from provisioning.folder import ClusterFolder
+from provisioning.train_on import RemoteTraining, check_ready
+from provisioning.transfer import OpenSsh
 from tests.support.command import ROOT, Result
 from tests.support.hosts import HOME, Cluster, Host, cluster
 from tests.support.mpi import ranks
@@ -79,7 +79,7 @@ class Box:
 
     hosts: Cluster
     environment: dict[str, str]
-    folder: Folder
+    folder: ClusterFolder
 
     @property
     def laptop(self) -> Host:
@@ -122,7 +122,7 @@ def box(shared: Path, hosts_possible: None) -> Iterator[Box]:
         assert server.stdout
         with server.stdout:
             environment["AWS_ENDPOINT_URL"] = server.stdout.readline().strip()
-        box = Box(hosts, environment, Folder(shared / "clusters" / "123456789012" / REGION / "box"))
+        box = Box(hosts, environment, ClusterFolder(shared / "clusters" / "123456789012" / REGION / "box"))
         be_cluster(box)
         yield box
 
@@ -348,14 +348,17 @@ def test_latest_of_a_cluster_that_is_gone_is_not_nothing(box: Box, shared: Path,
 def test_nodes_with_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The question is asked in bash here, where the driver's device is a file."""
 
-    class Bash(Way):
+    class Bash(OpenSsh):
         def ask(self, what: str, script: str, *arguments: str) -> str:
             words = ["bash", "-c", script.replace("/dev/nvidiactl", str(device)), "icom", *arguments]
             return subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
 
     monkeypatch.setenv("HOME", "/home/somebody")
-    device, run = tmp_path / "nvidiactl", Run(WhereConfig(cluster="box", region=REGION), "1", tmp_path / "out")
-    assert look(Bash(tmp_path, "x"), run, None) == "/home/somebody"
+    device, run = (
+        tmp_path / "nvidiactl",
+        RemoteTraining(WhereConfig(cluster="box", region=REGION), "1", tmp_path / "out"),
+    )
+    assert check_ready(Bash(tmp_path, "x"), run, None) == "/home/somebody"
     device.touch()
     with pytest.raises(UsageError, match=f"box have GPUs.* icom push --cluster box --region {REGION}"):
-        look(Bash(tmp_path, "x"), run, None)
+        check_ready(Bash(tmp_path, "x"), run, None)

@@ -22,15 +22,16 @@ from icom.launch.checks import Problem
 from icom.launch.commands import show_problems
 from icom.launch.hosts import read_hosts
 from icom.names import plain
-from provisioning import nodes as nodes_module
+from provisioning import bootstrap as nodes_module
 from provisioning import train_on
 from provisioning.cluster import role_names
 from provisioning.config import WhereConfig
-from provisioning.hostkeys import Folder, KeyPair, unborn_name
+from provisioning.folder import ClusterFolder, name_before_launch
+from provisioning.hostkeys import KeyPair
 from provisioning.progress import Progress
 from provisioning.ssh import Login
-from provisioning.train_on import Run, look
-from provisioning.transfer import Way, fetch
+from provisioning.train_on import RemoteTraining, check_ready
+from provisioning.transfer import OpenSsh, download
 from tests.support import fake_ssh
 from tests.support.command import Result
 from tests.support.fake_ssh import Steps
@@ -61,18 +62,18 @@ FACTS = [
 
 
 @pytest.fixture
-def set_up(steps: Steps, tmp_path: Path) -> Callable[[], Folder]:
+def set_up(steps: Steps, tmp_path: Path) -> Callable[[], ClusterFolder]:
     """Set a master and a worker up that say what `fake_ssh` has; the folder with their keys."""
     nodes = tuple(node(number, role, f"10.0.0.{number}") for number, role in enumerate(role_names(2), 1))
-    folder = Folder(tmp_path / "box")
+    folder = ClusterFolder(tmp_path / "box")
     folder.client_key()
     for one in nodes:
-        folder.remember([one.id, unborn_name(one.run, one.role)], KEY)
+        folder.remember([one.id, name_before_launch(one.run, one.role)], KEY)
 
-    def start() -> Folder:
+    def start() -> ClusterFolder:
         login = Login(folder, "root", folder.key)
         try:
-            nodes_module.set_up(login, nodes, 0, 1, Progress(Console()), lambda: None)
+            nodes_module.bootstrap(login, nodes, 0, 1, Progress(Console()), lambda: None)
         except IcomError as error:
             error.args = (plain(str(error)),)  # as the command shows it
             raise
@@ -81,13 +82,13 @@ def set_up(steps: Steps, tmp_path: Path) -> Callable[[], Folder]:
     return start
 
 
-def test_keys_and_facts_that_are_ones(set_up: Callable[[], Folder]) -> None:
+def test_keys_and_facts_that_are_ones(set_up: Callable[[], ClusterFolder]) -> None:
     assert len(set_up().known_hosts.read_text().splitlines()) == 4, "a new key for each"
 
 
 @pytest.mark.parametrize("key", KEYS)
 def test_host_key_that_is_none(
-    key: str, set_up: Callable[[], Folder], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    key: str, set_up: Callable[[], ClusterFolder], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Not one line more in known_hosts; no key of it on a worker."""
     monkeypatch.setattr(fake_ssh, "make_key", lambda: KeyPair("", key))
@@ -99,7 +100,7 @@ def test_host_key_that_is_none(
 
 
 @pytest.mark.parametrize("facts", FACTS)
-def test_facts_that_are_none(facts: str, set_up: Callable[[], Folder], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_facts_that_are_none(facts: str, set_up: Callable[[], ClusterFolder], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake_ssh, "FACTS", facts)
     with pytest.raises(IcomError, match="its answer is none"):
         set_up()
@@ -123,7 +124,7 @@ def test_plain_text_is_obeyed_by_no_terminal(text: str) -> None:
     assert plain("a\tb\r\nc – ü 漢 →\n") == "a\tb\nc – ü 漢 →\n"
 
 
-class Says(Way):
+class Says(OpenSsh):
     """A way to a master that answers what it likes."""
 
     text = ""
@@ -158,30 +159,30 @@ def said(text: str) -> Says:
 )
 def test_answer_whether_it_trains(answer: str, tmp_path: Path) -> None:
     """A home folder goes into a file, the other run's name into commands that the user is to type."""
-    run = Run(WhereConfig(cluster="box"), "0123456789ab", tmp_path / "out")
+    run = RemoteTraining(WhereConfig(cluster="box"), "0123456789ab", tmp_path / "out")
     with pytest.raises(IcomError) as refused:
-        look(said(answer), run, None)
+        check_ready(said(answer), run, None)
     assert "See it" not in str(refused.value)
     assert obeyed(str(refused.value).replace("\n", "")) == []
 
 
 @pytest.mark.parametrize("answer", ["\u00b2", "-1", "1e3", "99999999999999999999", "0x1", "\x1b[2J", "\u0663", ""])
 def test_exit_code_that_is_none(answer: str, tmp_path: Path) -> None:
-    run = Run(WhereConfig(cluster="box"), "0123456789ab", tmp_path / "out")
+    run = RemoteTraining(WhereConfig(cluster="box"), "0123456789ab", tmp_path / "out")
     with pytest.raises(IcomError, match="Lost the connection"):
-        train_on._end(said(answer), run)
+        train_on._outcome(said(answer), run)
 
 
 @pytest.fixture
-def master(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Way]:
+def master(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], OpenSsh]:
     """Put an `ssh` first in PATH behind which is a shell script; the way to it."""
     (commands := tmp_path / "bin").mkdir()
     monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
 
-    def become(script: str) -> Way:
+    def become(script: str) -> OpenSsh:
         (commands / "ssh").write_text(f"#!/bin/sh\n{script}\n")
         (commands / "ssh").chmod(0o755)
-        return Way(tmp_path / "config", "icom-box-master")
+        return OpenSsh(tmp_path / "config", "icom-box-master")
 
     return become
 
@@ -222,7 +223,7 @@ STREAMS: dict[str, list[tuple[tarfile.TarInfo, bytes]]] = {
 
 
 @pytest.mark.parametrize("name", STREAMS)
-def test_stream_of_a_node(name: str, master: Callable[[str], Way], tmp_path: Path) -> None:
+def test_stream_of_a_node(name: str, master: Callable[[str], OpenSsh], tmp_path: Path) -> None:
     """Whatever comes: files below the folder or nothing. No link, no device, nothing elsewhere, no set-user-id."""
     (elsewhere := tmp_path / "elsewhere").mkdir()
     (elsewhere / "kept").write_text("mine")
@@ -237,7 +238,7 @@ def test_stream_of_a_node(name: str, master: Callable[[str], Way], tmp_path: Pat
     way = master(f"cat {tmp_path / 'stream'}")
     before = set(tmp_path.rglob("*"))
     try:
-        count = fetch(way, "runs/x", "out", target)
+        count = download(way, "runs/x", "out", target)
     except IcomError as error:
         assert obeyed(str(error)) == []
         count = 0
@@ -253,26 +254,27 @@ def test_stream_of_a_node(name: str, master: Callable[[str], Way], tmp_path: Pat
     assert not (tmp_path / "here/.out.part").exists()
 
 
-def test_stream_of_an_honest_node(master: Callable[[str], Way], tmp_path: Path) -> None:
+def test_stream_of_an_honest_node(master: Callable[[str], OpenSsh], tmp_path: Path) -> None:
     """As tar on the master makes it; a tracker's links stay there."""
     (out := tmp_path / "runs/x/o u t/checkpoint-1").mkdir(parents=True)
     (out / "a.safetensors").write_bytes(b"1" * 100_000)
     (out.parent / "learned.safetensors").write_text("2")
     (out.parent / "latest").symlink_to("checkpoint-1")
     way = master(f'for last; do :; done; cd {tmp_path}; eval "exec $last"')
-    assert fetch(way, "runs/x", "o u t", tmp_path / "back") == 2
+    assert download(way, "runs/x", "o u t", tmp_path / "back") == 2
     assert (tmp_path / "back/checkpoint-1/a.safetensors").read_bytes() == b"1" * 100_000
     assert not (tmp_path / "back/latest").exists()
 
 
-def test_what_a_training_prints_far_away(master: Callable[[str], Way], tmp_path: Path) -> None:
+def test_what_a_training_prints_far_away(master: Callable[[str], OpenSsh], tmp_path: Path) -> None:
     """In a real process: its text comes, no sequence does; progress bars may go back in their line."""
     (tmp_path / "said").write_text(f"step 1\r step 2\n{SCREEN} ü\n")
     way = master(f"cat > /dev/null; cat {tmp_path / 'said'}; cat {tmp_path / 'said'} >&2")
     code = (
-        "from pathlib import Path; from provisioning import train_on as t; from provisioning.transfer import Way;"
+        "from pathlib import Path; from provisioning import train_on as t; from provisioning.transfer import OpenSsh;"
         "from provisioning.config import WhereConfig;"
-        f"t._train(Way(Path('c'), {way.host!r}), t.Run(WhereConfig(cluster='box'), '1', Path('out')), [], '')"
+        "training = t.RemoteTraining(WhereConfig(cluster='box'), '1', Path('out'));"
+        f"t._train(OpenSsh(Path('c'), {way.host!r}), training, [], '')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     for stream in (done.stdout, done.stderr):

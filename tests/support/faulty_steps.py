@@ -16,11 +16,11 @@ from typing import Any
 from rich.console import Console
 
 from icom.errors import IcomError
+from provisioning import bootstrap as set_up_steps
 from provisioning import install, ssh
-from provisioning import nodes as set_up_steps
 from provisioning.aws import connect, filters
 from provisioning.cluster import Node, find_nodes
-from provisioning.hostkeys import folder_of, unborn_name
+from provisioning.folder import folder_of, name_before_launch
 from provisioning.progress import Progress
 from provisioning.ssh import Login, step
 
@@ -35,7 +35,7 @@ def main(cluster: str) -> None:
 
     def forget_that_keys_were_replaced() -> None:
         for node in nodes:
-            name = unborn_name(node.run, node.role)
+            name = name_before_launch(node.run, node.role)
             folder.forget(name, str(folder.host_key(name)))
             folder.remember([name], str(folder.host_key(node.id)))
 
@@ -59,7 +59,7 @@ def main(cluster: str) -> None:
 
         set_up_steps.step = install.step = ssh.step = faulty
         try:
-            set_up_steps.set_up(login, nodes, 0, 0.5, Progress(Console(quiet=True)), lambda: None)
+            set_up_steps.bootstrap(login, nodes, 0, 0.5, Progress(Console(quiet=True)), lambda: None)
         finally:
             set_up_steps.step = install.step = ssh.step = step
         return begun

@@ -17,8 +17,8 @@ from typing import Any
 from icom.errors import IcomError
 from provisioning.cluster import Node, role_names
 from provisioning.environment import give_environment
+from provisioning.folder import ClusterFolder
 from provisioning.health import check_health
-from provisioning.hostkeys import Folder
 from provisioning.ssh import Login, connect
 
 TYPE = "m7i.4xlarge"
@@ -33,7 +33,7 @@ def node(number: int, role: str, address: str) -> Node:
 def main(step: str, identity: str, addresses: list[str], keys: list[str]) -> None:
     nodes = tuple(node(n, r, a) for n, (r, a) in enumerate(zip(role_names(len(addresses)), addresses, strict=True)))
     with tempfile.TemporaryDirectory() as empty, ExitStack() as stack:
-        folder = Folder(Path(empty))
+        folder = ClusterFolder(Path(empty))
         connections: dict[str, Any] = {}
         for one, key in zip(nodes, keys, strict=True):
             folder.remember([one.id], key)

@@ -16,8 +16,8 @@ from icom.errors import IcomError
 from icom.names import Malformed, PublicKey
 from provisioning.cluster import MASTER, Node
 from provisioning.environment import give_environment
+from provisioning.folder import name_before_launch
 from provisioning.health import check_health
-from provisioning.hostkeys import unborn_name
 from provisioning.install import install
 from provisioning.progress import Progress
 from provisioning.ssh import Login, OtherKey, patient_connect, step, write_file
@@ -75,7 +75,7 @@ def ssh_config(nodes: tuple[Node, ...]) -> str:
     )
 
 
-def set_up(
+def bootstrap(
     login: Login,
     nodes: tuple[Node, ...],
     gpus: int,
@@ -106,7 +106,7 @@ def set_up(
                 open_[node.id] = stack.enter_context(patient_connect(login, node, wait_minutes, check))
                 step(open_[node.id], node, WAIT_FOR_BOOT, check, BOOT_SECONDS)
         for node in away:
-            first = login.folder.host_key(unborn_name(node.run, node.role))
+            first = login.folder.host_key(name_before_launch(node.run, node.role))
             if first in login.folder.host_keys(node.id):
                 with progress.doing(node.role, "making a host key of its own"):
                     made = _replace_host_key(login, node, open_[node.id], wait_minutes, check)

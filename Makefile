@@ -93,10 +93,11 @@ test-aws: ## Provision, train on and tear down a real cluster on AWS: says what 
 	$(RUN) --extra dev -- python -m tests.support.real_life $(AWS_OPTIONS)
 
 .PHONY: lint
-lint: ## Check style and types
+lint: ## Check style, types and shell scripts
 	$(RUN) --extra dev -- ruff check $(CODE)
 	$(RUN) --extra dev -- ruff format --check $(CODE)
 	$(RUN) --extra dev -- mypy icom provisioning tools textual_inversion_icom.py
+	$(RUN) --extra dev -- shellcheck provisioning/scripts/*.sh .ci/run
 
 .PHONY: format
 format: ## Put the code into the common style

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from provisioning.aws import Aws, filters, wait_for
-from provisioning.bootstrap import AS_ROOT, BOOT_SECONDS, WAIT_FOR_BOOT
+from provisioning.bootstrap import BOOT_SECONDS
 from provisioning.cluster import Node
 from provisioning.ec2 import unless_made
 from provisioning.images import Image, wait_for_image
@@ -18,6 +18,7 @@ from provisioning.install import install
 from provisioning.launches import Launches, launch_somewhere, with_addresses
 from provisioning.plan import Plan, builder_plan, image_request, raw_image_request
 from provisioning.progress import Progress
+from provisioning.script import script
 from provisioning.ssh import Login, patient_connect, send, step
 from provisioning.teardown import delete_if_there, end_nodes
 
@@ -72,12 +73,11 @@ def _bootstrap_builder(plan: Plan, builder: Node, login: Login, launches: Launch
         connection = patient_connect(login, builder, plan.config.wait_minutes, check)
     with connection:
         with progress.doing("builder", "finishing its boot"):
-            step(connection, builder, WAIT_FOR_BOOT, check, BOOT_SECONDS)
+            step(connection, builder, script("wait_for_boot"), check, BOOT_SECONDS)
         install(connection, builder, plan.gpus, check, progress)
         with progress.doing("builder", "scrubbing keys, tokens, histories and logs"):
             send(connection, builder, _SCRUB, SCRUB.read_bytes(), check)
-            command = f"{AS_ROOT} python3 - --instance {builder.id} < {_SCRUB} && rm {_SCRUB} && sync"
-            step(connection, builder, command, check)
+            step(connection, builder, script("scrub", _SCRUB, builder.id, as_root=True), check)
 
 
 def image_this_instance(aws: Aws, plan: Plan, progress: Progress) -> Image:

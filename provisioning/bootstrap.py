@@ -5,7 +5,6 @@ Every step can be done again, so that a second `icom provision` goes on where th
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -20,39 +19,17 @@ from provisioning.folder import name_before_launch
 from provisioning.health import check_health
 from provisioning.install import install
 from provisioning.progress import Progress
+from provisioning.script import script
 from provisioning.ssh import Login, OtherKey, patient_connect, step, write_file
 from provisioning.sshfiles import host_block, known_host
 
-# cloud-init goes on after sshd has started; status 2 is "done, with warnings".
-WAIT_FOR_BOOT = (
-    "if command -v cloud-init >/dev/null; then cloud-init status --wait >/dev/null; "
-    "[ $? -ne 1 ] || { cloud-init status --long >&2; exit 1; }; fi"
-)
-AS_ROOT = '$([ "$(id -u)" = 0 ] || echo sudo -n)'
 NEW_KEY = "/etc/ssh/icom_new_key"
 BOOT_SECONDS = 900
 RELOAD_TRIES, RELOAD_SECONDS = 20, 0.5
 """How often, and after which pause, a node is asked again that still shows its first host key."""
-MAKE_HOST_KEY = (
-    f"{AS_ROOT} rm -f {NEW_KEY} {NEW_KEY}.pub && "
-    f"{AS_ROOT} ssh-keygen -q -t ed25519 -N '' -C '' -f {NEW_KEY} && {AS_ROOT} cat {NEW_KEY}.pub"
-)
-USE_HOST_KEY = (
-    f"{AS_ROOT} mv {NEW_KEY} /etc/ssh/ssh_host_ed25519_key && "
-    f"{AS_ROOT} mv {NEW_KEY}.pub /etc/ssh/ssh_host_ed25519_key.pub && "
-    f"{{ {AS_ROOT} systemctl reload ssh || {AS_ROOT} systemctl reload sshd || "
-    f'{AS_ROOT} kill -HUP "$(cat /run/sshd.pid)"; }} 2>/dev/null'
-)
-MAKE_MASTER_KEY = (
-    "umask 077; mkdir -p .ssh; [ -f .ssh/id_ed25519 ] || ssh-keygen -q -t ed25519 -N '' -C icom -f .ssh/id_ed25519; "
-    "ssh-keygen -y -f .ssh/id_ed25519"
-)
 INCLUDE = "Include icom_config"
-# What stands there before icom's first, on a master that somebody has used already.
-KEEP_FILES = (
-    "for file in hosts .cache/huggingface/accelerate/default_config.yaml; do "
-    '[ ! -e "$file" ] || [ -e "$file.before_icom" ] || cp -p "$file" "$file.before_icom" || exit; done'
-)
+FILES = ("hosts", ".cache/huggingface/accelerate/default_config.yaml")
+"""Those of the user that icom replaces, in the home folder of the master."""
 
 
 def node_name(node: Node) -> str:
@@ -104,7 +81,7 @@ def bootstrap(
         for node in away:
             with progress.doing(node.role, "booting"):
                 open_[node.id] = stack.enter_context(patient_connect(login, node, wait_minutes, check))
-                step(open_[node.id], node, WAIT_FOR_BOOT, check, BOOT_SECONDS)
+                step(open_[node.id], node, script("wait_for_boot"), check, BOOT_SECONDS)
         for node in away:
             first = login.folder.host_key(name_before_launch(node.run, node.role))
             if first in login.folder.host_keys(node.id):
@@ -115,12 +92,10 @@ def bootstrap(
             install(open_[node.id], node, gpus, check, progress)
         master = nodes[0]
         if here:
-            step(here, master, KEEP_FILES, check)
-        key = _said_key(master, step(open_[master.id], master, MAKE_MASTER_KEY, check))
+            step(here, master, script("keep_files", *FILES), check)
+        key = _said_key(master, step(open_[master.id], master, script("make_master_key"), check))
         for node in nodes:
-            line = shlex.quote(f"{key} icom master")
-            let_in = f"umask 077; mkdir -p .ssh; touch .ssh/authorized_keys; grep -qxF {line} .ssh/authorized_keys"
-            step(open_[node.id], node, f"{let_in} || echo {line} >> .ssh/authorized_keys", check)
+            step(open_[node.id], node, script("authorize_key", f"{key} icom master"), check)
         _introduce(login, open_[master.id], nodes, check)
         for node in nodes[1:]:
             step(open_[master.id], master, f"ssh -o BatchMode=yes -o ConnectTimeout=10 {node_name(node)} true", check)
@@ -136,10 +111,10 @@ def _replace_host_key(login: Login, node: Node, old: Any, wait_minutes: float, c
 
     Both keys are recorded until the new one has been seen, so that an interruption at any point locks nobody out.
     """
-    new = _said_key(node, step(old, node, MAKE_HOST_KEY, check))
+    new = _said_key(node, step(old, node, script("make_host_key", NEW_KEY, as_root=True), check))
     login.folder.remember([node.id], new)
     before = login.folder.host_keys(node.id)
-    step(old, node, USE_HOST_KEY, check)
+    step(old, node, script("use_host_key", NEW_KEY, as_root=True), check)
     for _ in range(RELOAD_TRIES):  # sshd takes up the new key some time after it was asked to
         try:
             connection = patient_connect(login, node, wait_minutes, check, [new])
@@ -173,7 +148,5 @@ def _introduce(login: Login, connection: Any, nodes: tuple[Node, ...], check: Ca
     known = "".join(known_host([node.id], key) for node in nodes[1:] for key in login.folder.host_keys(node.id))
     write_file(connection, master, ".ssh/icom_known_hosts", known, check)
     write_file(connection, master, ".ssh/icom_config", ssh_config(nodes), check)
-    first = f"umask 077; touch .ssh/config; grep -qxF '{INCLUDE}' .ssh/config"
-    insert = f"{{ echo '{INCLUDE}'; cat .ssh/config; }} > .ssh/config.new && mv .ssh/config.new .ssh/config"
-    step(connection, master, f"{first} || {{ {insert}; }}", check)
+    step(connection, master, script("include_ssh_config", INCLUDE), check)
     write_file(connection, master, "hosts", hosts_file(nodes), check)

@@ -14,8 +14,8 @@ from typing import Any
 from icom import names
 from icom.errors import IcomError, Stopped
 from provisioning.cluster import Node
-from provisioning.environment import IN_ENVIRONMENT
-from provisioning.on_node import MARK, Facts, read_facts
+from provisioning.on_node import MARK, PROFILE, Facts, read_facts
+from provisioning.script import script
 from provisioning.ssh import step
 
 AMX_FLAGS = frozenset(("amx_tile", "amx_bf16", "amx_int8"))
@@ -30,8 +30,6 @@ ALL_REDUCE_SECONDS = 240
 TIMED_OUT = 124
 """Exit code of `timeout`."""
 MOST_AT_ONCE = 32
-
-_CLOCK = f"date '+{MARK}%s.%N'"
 
 
 @dataclass(frozen=True)
@@ -119,8 +117,7 @@ def _ask(
     connection: Any, node: Node, nodes: tuple[Node, ...], check: Callable[[], None]
 ) -> tuple[Facts, Clock] | NodeProblem:
     """One step on one node: its clock, its facts, its clock again."""
-    others = " ".join(names.address(other.private_ip) for other in nodes if other != node)
-    look = f"{_CLOCK}; ({IN_ENVIRONMENT}python -m provisioning.on_node facts {others}) && {_CLOCK}"
+    look = script("facts", MARK, PROFILE, *(names.address(other.private_ip) for other in nodes if other != node))
     began = time.time()
     try:
         said = step(connection, node, look, check)
@@ -202,12 +199,8 @@ def _all_reduce(connection: Any, nodes: tuple[Node, ...], check: Callable[[], No
     mpirun = f"mpirun -f ~/hosts -n {count} -ppn 1 python -m icom.launch.all_reduce"
     fix = f"All ports have to be open among the nodes. To see it again: icom ssh, cd icom, {mpirun}"
     try:
-        said = step(
-            connection,
-            nodes[0],
-            f"{IN_ENVIRONMENT}MASTER_PORT={ALL_REDUCE_PORT} timeout {ALL_REDUCE_SECONDS} {mpirun}",
-            check,
-        )
+        sum_over_all = script("all_reduce", PROFILE, str(count), str(ALL_REDUCE_PORT), str(ALL_REDUCE_SECONDS))
+        said = step(connection, nodes[0], sum_over_all, check)
     except Stopped:
         raise
     except IcomError as error:

@@ -8,6 +8,7 @@ from typing import Any
 from provisioning import project
 from provisioning.cluster import Node
 from provisioning.progress import Progress
+from provisioning.script import Script, script
 from provisioning.ssh import send, step
 
 FOLDER = "icom"
@@ -17,39 +18,8 @@ DONE = f"{FOLDER}/.installed"
 _ARCHIVE = ".icom.tar.gz"
 _INSTALL_SECONDS = 3600
 
-# The environment stays: an update of the project keeps what has not changed.
-UNPACK = (
-    "{ [ ! -e runs/lock ] || flock -n runs/lock true || "
-    "{ echo 'A training runs here, from the files that are to be replaced. Wait for its end.' >&2; false; }; } && "
-    f"rm -rf {FOLDER}.new && mkdir {FOLDER}.new && tar -xzf {_ARCHIVE} -C {FOLDER}.new && rm {_ARCHIVE} && "
-    f"{{ [ ! -d {FOLDER}/.venv ] || mv {FOLDER}/.venv {FOLDER}.new/; }} && "
-    f"rm -rf {FOLDER} && mv {FOLDER}.new {FOLDER}"
-)
-# What make setup-master itself needs, and mpirun where PyPI has none. A fresh image looks for updates in the
-# background: installing waits for its lock by itself, `update` does not.
-_TOOLS = r"""
-as_root() { if [ "$(id -u)" = 0 ]; then "$@"; else sudo -n "$@"; fi; }
-get() { as_root env DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=600 "$@"; }
-mpi=$([ "$(uname -m)" = x86_64 ] || command -v mpirun >/dev/null || echo mpich)
-if [ -z "$mpi" ] && command -v make >/dev/null && python3 -c 'import ensurepip' 2>/dev/null; then exit 0; fi
-if command -v apt-get >/dev/null; then
-  for attempt in $(seq 60); do get update && break; sleep 10; done
-  get install --yes --no-install-recommends make python3-venv $mpi
-elif command -v dnf >/dev/null; then
-  as_root dnf -q -y install make python3.11 $mpi
-else
-  echo 'This image has no make or no venv for Python, and neither apt-get nor dnf to get them.' >&2
-  exit 1
-fi
-"""
-_CONDA = f"make -s -C {FOLDER} install-miniconda || echo 'no conda can be had here: a venv does as well'"
-_SETUP = {
-    False: f"make -s -C {FOLDER} setup-master EXTRAS=mpi",
-    # Its build for CUDA brings CUDA's libraries along; the image has the driver.
-    True: f"make -s -C {FOLDER} setup-master EXTRAS=mpi TORCH_INDEX_URL=https://download.pytorch.org/whl/cu130",
-}
-_DOCTOR = f"make -s -C {FOLDER} run CMD='icom doctor'"
-_TRAINING = f"make -s -C {FOLDER} single-node-test && rm -rf {FOLDER}/textual_inversion_output"
+_CUDA = " TORCH_INDEX_URL=https://download.pytorch.org/whl/cu130"
+"""Its build for CUDA brings CUDA's libraries along; the image has the driver."""
 
 
 def install(connection: Any, node: Node, gpus: int, check: Callable[[], None], progress: Progress) -> None:
@@ -71,13 +41,13 @@ def install(connection: Any, node: Node, gpus: int, check: Callable[[], None], p
         return
     with progress.doing(node.role, "getting icom's files"):
         send(connection, node, _ARCHIVE, project.archive(), check)
-        step(connection, node, UNPACK, check)
-    steps = (
-        ("make, venv", _TOOLS),
-        ("conda", _CONDA),
-        ("make setup-master", _SETUP[gpus > 0]),
-        ("icom doctor", _DOCTOR),
-        ("make single-node-test", _TRAINING),
+        step(connection, node, script("unpack_project", _ARCHIVE, FOLDER), check)
+    steps: tuple[tuple[str, str | Script], ...] = (
+        ("make, venv", script("install_tools")),
+        ("conda", script("install_conda", FOLDER)),
+        ("make setup-master", f"make -s -C {FOLDER} setup-master EXTRAS=mpi" + (_CUDA if gpus else "")),
+        ("icom doctor", f"make -s -C {FOLDER} run CMD='icom doctor'"),
+        ("make single-node-test", script("try_training", FOLDER)),
     )
     for what, command in steps:
         with progress.doing(node.role, what) as show_line:

@@ -17,6 +17,7 @@ from icom.errors import IcomError
 from provisioning.aws import POLL_SECONDS, NodesFailed
 from provisioning.cluster import Node
 from provisioning.folder import ClusterFolder
+from provisioning.script import Script
 
 CONNECT_SECONDS = 10
 LOGIN_SECONDS = 90
@@ -148,7 +149,7 @@ def patient_connect(
 def step(
     connection: Any,
     node: Node,
-    command: str,
+    command: str | Script,
     check: Callable[[], None] = lambda: None,
     seconds: int = STEP_SECONDS,
     on_line: Callable[[str], None] | None = None,
@@ -158,7 +159,7 @@ def step(
     Args:
         connection: an open one to the node.
         node: which one that is.
-        command: for its shell.
+        command: a line for its shell, or a program.
         check: called before; what it raises stops.
         seconds: how long the command may take.
         on_line: given each line as it is printed, on a thread of its own.
@@ -170,9 +171,10 @@ def step(
 
     check()
     streams = {"out_stream": _Lines(on_line), "err_stream": _Lines(on_line)} if on_line else {"hide": True}
+    line = command.line if isinstance(command, Script) else command
     deadline, pause = CLOCK() + seconds, FIRST_LOOK_SECONDS
     try:
-        running = connection.run(command, **streams, warn=True, in_stream=False, asynchronous=True)
+        running = connection.run(line, **streams, warn=True, in_stream=False, asynchronous=True)
         try:
             while not running.runner.process_is_finished:
                 check()

@@ -30,50 +30,14 @@ from provisioning.config import WhereConfig, as_options
 from provisioning.folder import places_of, ssh_names
 from provisioning.relay import showing
 from provisioning.remote import reachable_folder
+from provisioning.script import script
 from provisioning.transfer import OpenSsh, Upload, download, upload, upload_of
 
 BUSY = 75
 ASK_SECONDS = 0.2
 
-# The kernel lets go of the lock when the last process that inherited it ends, whatever became of it.
-LOCK = "mkdir -p runs; exec 9>>runs/lock; flock -n 9"
-# $1: the run's output folder.
 GPUS = "gpus"
-LOOK = f"""
-[ ! -e /dev/nvidiactl ] || {{ echo {GPUS}; exit; }}
-echo "$HOME"; [ -d "runs/$1" ] && echo known || echo new; {LOCK} || cat runs/lock
-"""
-# $1: the run. $2…: training options. A job with `set -m` gets a process group of its own, in which signals are not
-# ignored. The shell that waits there for the exit code does not end from them.
-TRAIN = f"""
-{LOCK} || exit {BUSY}
-IFS= read -r HF_TOKEN; [ -z "$HF_TOKEN" ] && unset HF_TOKEN || export HF_TOKEN
-run=$1; shift
-mkdir -p "runs/$run"; cd "runs/$run"; rm -f exit; touch started; : > log
-set -m
-{{
-    trap : INT TERM
-    group=$BASHPID
-    echo "$group $run" > ../lock
-    bash -lc 'cd ~/icom && exec icom launch mpirun --hosts ~/hosts -- "$@"' icom "$@"
-    echo $? > exit.new
-    # Intel's mpirun is a script that ends from a signal before what it started, which still saves.
-    while pgrep --pgroup "$group" > group; [ "$(wc -l < group)" -gt 1 ]; do sleep 0.1; done
-    mv exit.new exit
-}} >> log 2>&1 < /dev/null &
-set +m  # else bash tells us when the job is done
-exec 9>&-
-tail -n +1 -s 0.2 -f --pid=$! log
-exit  # bash would become tail in its last command, and nobody would collect the job, for whose end tail waits
-"""
-STOP = f"""
-{LOCK} && exit 0
-read -r pid run < runs/lock
-[ "$run" != "$1" ] || kill -s INT -- "-$pid"
-"""
 STOP_BY_HAND = "'kill -s INT -- -$(cut -d\" \" -f1 runs/lock)'"  # dash takes no -- after -INT
-# The exit code, if it has ended, and a file that it wrote, if there is one.
-END = 'cd "runs/$1" && cat exit 2>/dev/null; find "./$2" -newer started -type f -print -quit 2>/dev/null; true'
 
 
 @dataclass(frozen=True)
@@ -224,7 +188,9 @@ def check_ready(master: OpenSsh, training: RemoteTraining, resume: str | None) -
         UsageError: a training runs there, it does not have what is to be resumed, or its nodes have GPUs.
         IcomError: it answers something else.
     """
-    said = master.ask("Asking whether it trains", LOOK, f"{training.id}/{training.name}").splitlines()
+    said = master.ask(
+        "Asking whether it trains", script("training", "state", f"{training.id}/{training.name}")
+    ).splitlines()
     if said == [GPUS]:
         raise UsageError(
             f"The nodes of {training.cluster} have GPUs, and --on trains on CPUs. Bring the pictures with icom push"
@@ -258,7 +224,7 @@ def _train(master: OpenSsh, training: RemoteTraining, options: list[str], token:
     """
     _say(f"training on {training.cluster}")
     sys.stdout.flush()
-    words = master.command(TRAIN, training.id, *options)
+    words = master.argv(script("training", "start", str(BUSY), training.id, *options))
     sent = None
     # In a session of its own: Ctrl-C is for us, who pass it on.
     pipe = subprocess.PIPE
@@ -275,7 +241,7 @@ def _train(master: OpenSsh, training: RemoteTraining, options: list[str], token:
                 while process.poll() is None:
                     if stop.signal_number is not None and sent is None:
                         sent = stop.signal_number
-                        master.ask("Stopping the training", STOP, training.id)
+                        master.ask("Stopping the training", script("training", "stop", training.id))
                     _wait(process)
         except BrokenPipeError:
             process.wait()
@@ -299,7 +265,7 @@ def _outcome(master: OpenSsh, training: RemoteTraining) -> tuple[int, bool]:
         IcomError: the connection broke.
     """
     try:
-        said = master.ask("Asking how it ended", END, training.id, training.name).splitlines()
+        said = master.ask("Asking how it ended", script("training", "outcome", training.id, training.name)).splitlines()
     except IcomError as error:
         raise IcomError(f"{error}\n{training.how_to_go_on()}") from error
     try:

@@ -17,37 +17,13 @@ from icom.errors import IcomError
 from icom.files import write_error
 from icom.launch import digests
 from provisioning.relay import showing
+from provisioning.script import Script, script
 
 COMPLETE = ".complete"
 """The last file of an upload to arrive: without it the upload is sent again."""
 NO_WAY = 255
 """Exit code of ssh itself, when there is no connection or no longer one."""
 TAIL_LINES = 12
-
-# Prints which of the uploads are not there.
-LACKING = 'mkdir -p pushed; cd pushed; for name; do [ -e "$name/.complete" ] || echo "$name"; done'
-UNPACK = "tar -xf - -C pushed"
-# All workers at once. What a worker has already is not sent.
-PASS_ON = r"""
-set -eu -o pipefail
-look=$1; shift
-hosts=$(sed 's/#.*//; s/[:[:space:]].*//' hosts | grep -vx -e '' -e localhost || true)
-pass_on() {
-    lacking=$(ssh -n "$1" "set -- $names; $look") || return 1
-    [ -n "$lacking" ] || return 0
-    cd pushed || return 1
-    { find $lacking -type f ! -name .complete -print0; find $lacking -name .complete -print0; } |
-        tar --null --files-from=- -cf - | ssh "$1" 'tar -xf - -C pushed'
-}
-names=$*
-running=
-for host in $hosts; do
-    (pass_on "$host" || { echo "Cannot bring the files to $host." >&2; exit 1; }) &
-    running="$running $!"
-done
-for pid in $running; do wait "$pid"; done
-"""
-BACK = 'cd "$1" && tar -cf - -- "./$2"'
 
 
 @dataclass(frozen=True)
@@ -57,19 +33,19 @@ class OpenSsh:
     ssh_config: Path
     host: str
 
-    def command(self, script: str, *arguments: str) -> list[str]:
-        """The words that run a script for bash in the master's home folder; it finds `arguments` in $1, $2, …"""
-        line = shlex.join(["bash", "-c", script, "icom", *arguments])
+    def argv(self, command: str | Script) -> list[str]:
+        """The words that run a command in the master's home folder."""
+        line = command.line if isinstance(command, Script) else command
         return ["ssh", "-T", "-F", str(self.ssh_config), "--", self.host, line]
 
-    def ask(self, what: str, script: str, *arguments: str) -> str:
-        """Run a script to its end; what it printed.
+    def ask(self, what: str, command: str | Script) -> str:
+        """Run a command to its end; what it printed.
 
         Raises:
             IcomError: it failed, or there is no way to the master; `what` says what it was for.
         """
         done = subprocess.run(
-            self.command(script, *arguments),
+            self.argv(command),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             check=False,
@@ -115,7 +91,7 @@ def upload(master: OpenSsh, uploads: Sequence[Upload], say: Callable[[str], None
         IcomError: a file cannot be read, or did not arrive.
     """
     names = [some.name for some in uploads]
-    asked = master.ask("Looking for what it has", LACKING, *names).split()
+    asked = master.ask("Looking for what it has", script("pushed", "lacking", *names)).split()
     lacking = [some for some in uploads if some.name in asked]
     for some in lacking:
         size = sum(file.stat().st_size for file in some.files)
@@ -123,11 +99,11 @@ def upload(master: OpenSsh, uploads: Sequence[Upload], say: Callable[[str], None
         say(f"sending {some.what} ({files}, {size / 1e6:.1f} MB)")
     if lacking:
         _send(master, lacking)
-    master.ask("Bringing files to the workers", PASS_ON, LACKING, *names)
+    master.ask("Bringing files to the workers", script("pushed", "to_workers", *names))
 
 
 def _send(master: OpenSsh, uploads: Sequence[Upload]) -> None:
-    words, no, pipe = master.command(UNPACK), subprocess.DEVNULL, subprocess.PIPE
+    words, no, pipe = master.argv("tar -xf - -C pushed"), subprocess.DEVNULL, subprocess.PIPE
     with subprocess.Popen(words, stdin=pipe, stdout=no, stderr=pipe) as process, showing(process, sys.stderr):
         assert process.stdin
         try:
@@ -158,7 +134,7 @@ def download(master: OpenSsh, folder: str, name: str, target: Path) -> int:
             `folder/name` makes no such names, so the rest is not taken either.
     """
     count = 0
-    words = master.command(BACK, folder, name)
+    words = master.argv(shlex.join(["tar", "-C", folder, "-cf", "-", "--", f"./{name}"]))
     no, pipe = subprocess.DEVNULL, subprocess.PIPE
     with subprocess.Popen(words, stdin=no, stdout=pipe, stderr=pipe) as process, showing(process, sys.stderr):
         assert process.stdout

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import shlex
 from datetime import datetime
 from typing import Any
 
 from provisioning.hostkeys import KeyPair
-
-END_UNIT = "icom-end"
+from provisioning.script import script
 
 
 def user_data(host_key: KeyPair, client_key: str | None, ends: datetime | None) -> str:
@@ -32,29 +30,6 @@ def user_data(host_key: KeyPair, client_key: str | None, ends: datetime | None) 
     if ends:
         # The earliest that cloud-init offers: what fails later in the boot does not keep the node alive for ever. It
         # comes before write_files, and again with every boot.
-        config["bootcmd"] = [["sh", "-c", _arm(ends)]]
+        when = f"OnCalendar={ends:%Y-%m-%d %H:%M:%S} UTC"
+        config["bootcmd"] = [["sh", "-c", script("end_timer").text, "end_timer.sh", when]]
     return "#cloud-config\n" + yaml.safe_dump(config, sort_keys=False)
-
-
-def _arm(ends: datetime) -> str:
-    """A shell script that starts the timer of the node's end; may run any number of times."""
-    # Persistent: a node that was stopped over its end shuts down when it is started again.
-    timer = (
-        f"[Unit]\nDescription=End of this icom node\n\n[Timer]\nOnCalendar={ends:%Y-%m-%d %H:%M:%S} UTC\n"
-        "AccuracySec=1s\nPersistent=true\n\n[Install]\nWantedBy=timers.target\n"
-    )
-    service = "[Unit]\nDescription=End this icom node\n\n[Service]\nExecStart=/usr/bin/systemctl poweroff\n"
-    units, stamp = "/etc/systemd/system", f"/var/lib/systemd/timers/stamp-{END_UNIT}.timer"
-    return "\n".join(
-        [
-            f"printf %s {shlex.quote(timer)} > {units}/{END_UNIT}.timer",
-            f"printf %s {shlex.quote(service)} > {units}/{END_UNIT}.service",
-            # When it last ran, for systemd: without this a node whose first boot comes after its end has missed it.
-            f"mkdir -p {stamp.rpartition('/')[0]}",
-            f"[ -e {stamp} ] || touch -d 2000-01-01 {stamp}",
-            "systemctl daemon-reload",
-            f"systemctl enable {END_UNIT}.timer",
-            # Timers start after sysinit.target, which waits for this script: to wait for the timer would be for ever.
-            f"systemctl start --no-block {END_UNIT}.timer",
-        ]
-    )

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from provisioning import project
-from provisioning.install import UNPACK
+from provisioning.script import script
 from tests.support.command import ROOT, long
 from tests.support.fake_ssh import Steps
 from tests.support.wire import Icom, Wire
@@ -157,13 +157,14 @@ def test_files_are_not_replaced_under_a_training(tmp_path: Path) -> None:
     (tmp_path / "icom").mkdir()
     (tmp_path / "icom/old").touch()
     (tmp_path / ".icom.tar.gz").write_bytes(project.archive())
+    unpack = ["sh", "-c", script("unpack_project", ".icom.tar.gz", "icom").line]
     with (tmp_path / "runs/lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        refused = subprocess.run(["sh", "-c", UNPACK], cwd=tmp_path, capture_output=True, text=True, check=False)
+        refused = subprocess.run(unpack, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert refused.returncode
     assert "A training runs here" in refused.stderr
     assert (tmp_path / "icom/old").exists()
-    subprocess.run(["sh", "-c", UNPACK], cwd=tmp_path, check=True)
+    subprocess.run(unpack, cwd=tmp_path, check=True)
     assert not (tmp_path / "icom/old").exists()
     assert (tmp_path / "icom/Makefile").read_bytes() == (ROOT / "Makefile").read_bytes()
 

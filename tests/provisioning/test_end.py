@@ -31,7 +31,7 @@ def test_timer_is_armed_early_in_the_boot(tmp_path: Path) -> None:
         user_data(KeyPair("x", "ssh-ed25519 x"), None, datetime(2031, 5, 6, 7, 8, 9, 5, timezone.utc))
     )
     assert not {"runcmd", "write_files"} & set(data), "these come late in the boot"
-    ((shell, flag, script),) = data["bootcmd"]
+    ((shell, flag, script, *arguments),) = data["bootcmd"]
     (units := tmp_path / "etc/systemd/system").mkdir(parents=True)
     (commands := tmp_path / "bin").mkdir()
     (commands / "systemctl").write_text(SYSTEMCTL)
@@ -39,7 +39,7 @@ def test_timer_is_armed_early_in_the_boot(tmp_path: Path) -> None:
     moved = script.replace("/etc/systemd", f"{tmp_path}/etc/systemd").replace("/var/lib", f"{tmp_path}/var/lib")
     environment = {"PATH": f"{commands}:{os.environ['PATH']}"}
     for _ in range(2):
-        subprocess.run([shell, flag, moved], env=environment, check=True)
+        subprocess.run([shell, flag, moved, *arguments], env=environment, check=True)
     calls = (commands / "calls").read_text().splitlines()
     once = ["daemon-reload", "enable icom-end.timer", "start --no-block icom-end.timer"]
     assert calls == once * 2, "without --no-block the boot waits for itself"

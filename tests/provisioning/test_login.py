@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from provisioning.bootstrap import WAIT_FOR_BOOT
+from provisioning.script import script
 from tests.support.command import ROOT
 from tests.support.hosts import HOME, cluster
 
@@ -110,5 +110,6 @@ def test_boot_that_failed_tells_why(status: int, code: int, shown: str, tmp_path
     command.write_text(f'#!/bin/sh\n[ "$2" = --long ] && echo broken module || echo status: x; exit {status}\n')
     command.chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
-    done = subprocess.run(["sh", "-c", WAIT_FOR_BOOT], env={"PATH": path}, capture_output=True, text=True, check=False)
+    words = ["sh", "-c", script("wait_for_boot").line]
+    done = subprocess.run(words, env={"PATH": path}, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (code, "", shown)

@@ -24,7 +24,7 @@ import pytest
 import yaml
 
 from provisioning.hostkeys import make_key
-from provisioning.userdata import END_UNIT, user_data
+from provisioning.userdata import user_data
 from tests.support.command import ROOT
 
 SCRIPT = ROOT / "provisioning/scrub.py"
@@ -121,11 +121,11 @@ def machine(tmp_path: Path, outside: Path) -> Machine:
     data = user_data(make_key(), make_key().public, datetime(2026, 1, 1) + timedelta(hours=8))
     told = yaml.safe_load(data)
     m.secrets.append(told["ssh_keys"]["ed25519_private"].splitlines()[2])
-    ((shell, flag, script),) = told["bootcmd"]
+    ((shell, flag, script, *arguments),) = told["bootcmd"]
     units = m.root / "etc/systemd/system"
     for path in ("/etc/systemd/system", "/var/lib/systemd"):
         script = script.replace(path, f"{m.root}{path}")
-    subprocess.run([shell, flag, f"systemctl() {{ :; }}\n{script}"], check=True)
+    subprocess.run([shell, flag, f"systemctl() {{ :; }}\n{script}", *arguments], check=True)
     ended = {file.name: file.read_text() for file in units.glob("icom-end.*")}
     assert sorted(ended) == ["icom-end.service", "icom-end.timer"]
     m.secrets += ended.values()
@@ -231,7 +231,7 @@ def test_no_secret_is_left_and_the_rest_stays(machine: Machine, outside: Path) -
         leaked = [secret for secret in machine.secrets if secret.encode() in content]
         assert not leaked, path
         assert HEADER not in content or path in machine.stays, path
-    assert not [path for path in after if END_UNIT in path]  # else what starts from the image ends with the builder
+    assert not [path for path in after if "icom-end" in path]  # else what starts from the image ends with the builder
     assert {path for path in machine.stays if after.get(path) != before[path]} == set()
     assert set(after) <= set(before)
     assert snapshot(outside) == theirs
@@ -336,7 +336,7 @@ def test_what_the_lists_do_not_know_is_found_and_named(machine: Machine) -> None
         f"{HOME}/backup/authorized_keys": "ssh-ed25519 x\n",
         f"{HOME}/miniforge3/envs/x/conda-meta/state": json.dumps({"env_vars": {"HF_TOKEN": token}}),
         "srv/data/name with \n newline": f"token {token}",
-        f"etc/systemd/system/sysinit.target.requires/{END_UNIT}.timer": "",
+        "etc/systemd/system/sysinit.target.requires/icom-end.timer": "",
     }
     for path, content in finds.items():
         machine.put(path, content)

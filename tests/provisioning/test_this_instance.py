@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 
 from icom.errors import IcomError
-from provisioning.bootstrap import KEEP_FILES
+from provisioning.bootstrap import FILES
+from provisioning.script import script
 from provisioning.ssh import step
 from provisioning.this_instance import LocalTransport
 from tests.support.command import ROOT
@@ -406,6 +407,6 @@ def test_files_of_the_user_are_kept_once(tmp_path: Path, monkeypatch: pytest.Mon
     node: Any = SimpleNamespace(role="master", id="i-1")
     for text in ("the user's", "icom's"):
         (tmp_path / "hosts").write_text(text)
-        step(LocalTransport(), node, KEEP_FILES, lambda: None)
+        step(LocalTransport(), node, script("keep_files", *FILES), lambda: None)
     assert (tmp_path / "hosts.before_icom").read_text() == "the user's"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hosts", "hosts.before_icom"]

@@ -30,6 +30,7 @@ from icom.models.loading import BUNDLE
 from provisioning.cluster import Node, role_names
 from provisioning.config import WhereConfig
 from provisioning.folder import ClusterFolder
+from provisioning.script import Script
 from provisioning.train_on import RemoteTraining, check_ready
 from provisioning.transfer import OpenSsh
 from tests.support.command import ROOT, Result
@@ -349,8 +350,9 @@ def test_nodes_with_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """The question is asked in bash here, where the driver's device is a file."""
 
     class Bash(OpenSsh):
-        def ask(self, what: str, script: str, *arguments: str) -> str:
-            words = ["bash", "-c", script.replace("/dev/nvidiactl", str(device)), "icom", *arguments]
+        def ask(self, what: str, command: str | Script) -> str:
+            assert isinstance(command, Script)
+            words = ["bash", "-c", command.line.replace("/dev/nvidiactl", str(device))]
             return subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
 
     monkeypatch.setenv("HOME", "/home/somebody")

@@ -29,6 +29,7 @@ from provisioning.config import WhereConfig
 from provisioning.folder import ClusterFolder, name_before_launch
 from provisioning.hostkeys import KeyPair
 from provisioning.progress import Progress
+from provisioning.script import Script
 from provisioning.ssh import Login
 from provisioning.train_on import RemoteTraining, check_ready
 from provisioning.transfer import OpenSsh, download
@@ -129,7 +130,7 @@ class Says(OpenSsh):
 
     text = ""
 
-    def ask(self, what: str, script: str, *arguments: str) -> str:
+    def ask(self, what: str, command: str | Script) -> str:
         return self.text
 
 

@@ -65,8 +65,8 @@ class Steps:
                 os.kill(os.getpid(), signal.SIGINT)
             failed, hangs = self.fault == "error", self.fault == "hang"
         text = f"{MARK}1000.0\n{MARK}{FACTS}\n{MARK}1000.0\n" if "on_node facts" in what else ""
-        if mpirun := re.search(r"mpirun .*-n (\d+) .*all_reduce", what):
-            text = f"all-reduce of {mpirun[1]} processes"
+        if nodes := re.search(r"all_reduce.sh \S+ (\d+)", what):
+            text = f"all-reduce of {nodes[1]} processes"
         return SimpleNamespace(
             failed=failed, exited=3 if failed else 0, stdout=text, stderr=self.says if failed else "", hangs=hangs
         )

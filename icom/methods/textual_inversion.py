@@ -15,7 +15,7 @@ from icom.methods.embedding import PlaceholderEmbedding, add_placeholder, captio
 from icom.methods.embedding_file import save_embedding
 
 if TYPE_CHECKING:
-    from icom.config import TrainConfig
+    from icom.config.train import TrainConfig
     from icom.data.sampling import Sample
     from icom.models.loading import Model
     from icom.models.parts import Conditioning

@@ -51,7 +51,7 @@ COMMANDS: dict[str, tuple[Any, str]] = {
     "convert": (ConvertConfig, "icom.methods.embedding_file:convert"),
     "params": (ParamsConfig, "icom.commands.params:params"),
     "bench": (BenchConfig, "icom.bench.command:bench"),
-    "doctor": (DoctorConfig, "icom.commands.doctor:doctor"),
+    "doctor": (DoctorConfig, "icom.commands.doctor.command:doctor"),
     "launch mpirun": (LaunchMpirunConfig, "icom.launch.commands:launch_mpirun"),
     "launch env": (LaunchEnvConfig, "icom.launch.commands:launch_env"),
     "provision": (ProvisionConfig, "provisioning.provision:provision"),

@@ -18,8 +18,9 @@ from threading import Thread
 import pytest
 
 from icom import machine
-from icom.commands import doctor
-from icom.commands.doctor import Finding, TorchProbe
+from icom.commands.doctor import command, cpu, memory, network, software
+from icom.commands.doctor.finding import GB, MARKS, Finding
+from icom.commands.doctor.probe import TorchProbe, parse_onednn, probe_torch, runtimes
 from icom.engine.precision import has_bf16
 from tests.support.command import ROOT, Result, start_process
 
@@ -56,7 +57,7 @@ def test_healthy_machine_in_table_and_json(tmp_path: Path) -> None:
     assert process.returncode == 0, err
     rows = [[cell.strip() for cell in row.split("│")[1:-1]] for row in out.splitlines() if row.startswith("│")]
     findings = [Finding(**line) for line in json.loads(file.read_text())["findings"]]
-    assert rows == [[doctor.MARKS[f.status], f.name, f.value, f.fix] for f in findings]
+    assert rows == [[MARKS[f.status], f.name, f.value, f.fix] for f in findings]
     lines = {finding.name: finding for finding in findings}
     for name in ("torch", "diffusers", "transformers", "accelerate", "these together", "output_dir", "cache_dir"):
         assert lines[name].status == "ok"
@@ -82,7 +83,7 @@ def test_instruction_set_is_what_onednn_tells_of_the_same_work() -> None:
         names = [line.split(",matmul,")[1].split(",")[0] for line in told.splitlines() if ",exec,cpu,matmul," in line]
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("ONEDNN_MAX_CPU_ISA", limit)
-            probe = doctor.probe_torch()
+            probe = probe_torch()
         assert probe.problem == ""
         assert probe.isa.get("matmul") == (names[0] if names else None)
 
@@ -145,12 +146,12 @@ def test_torch_that_crashes_is_a_line(
 
 
 def test_no_torch_in_the_command_itself() -> None:
-    code = "import sys, icom.commands.doctor; assert 'torch' not in sys.modules"
+    code = "import sys, icom.commands.doctor.command; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 def test_json_that_cannot_be_written(icom: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "examine", lambda config: [])
+    monkeypatch.setattr(command, "examine", lambda config: [])
     result = icom("doctor", "--json", "/no/such/folder/x.json")
     assert result.code == 1
     assert "--json" in result.err
@@ -160,7 +161,7 @@ def test_check_that_breaks_does_not_hide_the_others() -> None:
     def broken() -> list[Finding]:
         raise KeyError("MemTotal")
 
-    (finding,) = doctor._guarded("memory", broken)
+    (finding,) = command._guarded("memory", broken)
     assert (finding.name, finding.status) == ("memory", "failure")
     assert "KeyError" in finding.value
 
@@ -184,7 +185,7 @@ def test_check_that_breaks_does_not_hide_the_others() -> None:
     ],
 )
 def test_lines_of_onednn(line: str, expected: dict[str, str]) -> None:
-    assert doctor.parse_onednn(f"noise\n{line}\n") == expected
+    assert parse_onednn(f"noise\n{line}\n") == expected
 
 
 @pytest.mark.parametrize(
@@ -205,7 +206,7 @@ def test_lines_of_onednn(line: str, expected: dict[str, str]) -> None:
 )
 def test_instruction_set_against_the_flags(flags: frozenset[str], implementation: str, status: str, says: str) -> None:
     probe = TorchProbe(isa={"matmul": implementation} if implementation else {})
-    line = doctor.check_isa(flags, probe, {})[0]
+    line = cpu.check_isa(flags, probe, {})[0]
     assert (line.status, bool(line.fix)) == (status, status == "warning")
     assert says in line.value
 
@@ -215,9 +216,9 @@ def test_emulated_bf16_is_told_with_its_price() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
         patch.setenv("ATEN_CPU_CAPABILITY", "avx2")
-        probe = doctor.probe_torch()
+        probe = probe_torch()
     assert probe.factors.keys() == {"matmul", "convolution"}
-    for line in doctor.check_isa(frozenset({"avx2"}), probe, {}):
+    for line in cpu.check_isa(frozenset({"avx2"}), probe, {}):
         stock, engine = probe.factors[line.name.removeprefix("bf16 ")]
         assert 0 < engine < stock
         assert f"{stock:.1f} x float32's time; {engine:.1f} x with icom's engine" in line.value
@@ -226,12 +227,12 @@ def test_emulated_bf16_is_told_with_its_price() -> None:
 
 @pytest.mark.parametrize(("available", "status"), [(1.9, "failure"), (2.1, "warning"), (5.9, "warning"), (6.1, "ok")])
 def test_memory(available: float, status: str) -> None:
-    (line,) = doctor.check_memory(machine.Memory(64 * doctor.GB, int(available * doctor.GB)))
+    (line,) = memory.check_memory(machine.Memory(64 * GB, int(available * GB)))
     assert line.status == status
 
 
 def test_threads_against_cores() -> None:
-    found = [doctor.check_threads(TorchProbe(threads=threads), 4)[0].status for threads in (2, 4, 5)]
+    found = [cpu.check_threads(TorchProbe(threads=threads), 4)[0].status for threads in (2, 4, 5)]
     assert found == ["note", "ok", "warning"]
 
 
@@ -247,12 +248,12 @@ def test_threads_against_cores() -> None:
     ],
 )
 def test_pinning_to_cpus_that_are_not_ours(name: str, setting: str, status: str) -> None:
-    (line,) = doctor.check_affinity({name: setting}, [0, 1, 2, 3], TorchProbe(libraries=("libiomp5.so",)))
+    (line,) = cpu.check_affinity({name: setting}, [0, 1, 2, 3], TorchProbe(libraries=("libiomp5.so",)))
     assert line.status == status
 
 
 def test_kmp_affinity_without_its_runtime() -> None:
-    (line,) = doctor.check_affinity({"KMP_AFFINITY": "compact"}, [0, 1], TorchProbe(libraries=("libgomp.so.1",)))
+    (line,) = cpu.check_affinity({"KMP_AFFINITY": "compact"}, [0, 1], TorchProbe(libraries=("libgomp.so.1",)))
     assert "no effect" in line.value
 
 
@@ -262,7 +263,7 @@ def test_runtimes_are_found_where_they_are_mapped() -> None:
         "/a b/libtcmalloc_minimal.so.4 /x/libgomp-a34b3233.so.1.0.0 /x/libiomp5.so /x/libcomp.so /x/libjemalloc.so.2"
     )
     maps = "".join(row.format(path) for path in paths.replace("/a b", "/a_b").split()) + row.format("[heap]")
-    assert doctor._runtimes(maps) == (
+    assert runtimes(maps) == (
         *("libgomp-a34b3233.so.1.0.0", "libiomp5.so", "libjemalloc.so.2"),
         "libtcmalloc_minimal.so.4",
     )
@@ -282,7 +283,7 @@ def test_makers_of_mpirun(text: str, name: str, tmp_path: Path, monkeypatch: pyt
     script.write_text(f"#!/bin/sh\ncat <<'END'\n{text}END\n")
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert doctor.check_mpi() == [Finding("MPI", "ok", f"{name}, {script}")]
+    assert software.check_mpi() == [Finding("MPI", "ok", f"{name}, {script}")]
 
 
 @pytest.mark.parametrize(
@@ -295,19 +296,19 @@ def test_mpirun_that_does_not_work(
     (tmp_path / "mpirun").write_text(f"#!/bin/sh\n{script}\n")
     (tmp_path / "mpirun").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(doctor, "_SHORT_SECONDS", limit)
-    (line,) = doctor.check_mpi()
+    monkeypatch.setattr(software, "_SHORT_SECONDS", limit)
+    (line,) = software.check_mpi()
     assert line.status == "warning"
     assert says in line.value
 
 
 def test_versions_that_do_not_fit() -> None:
-    assert doctor.check_torch("2.7.1", TorchProbe())[0].status == "failure"
-    assert doctor.check_torch("2.10.0", TorchProbe())[0].status == "ok"
-    assert doctor.check_torch(None, TorchProbe("no torch"))[0].status == "failure"
-    assert doctor.check_ipex("2.8.0", "2.13.0+cpu")[0].status == "warning"
-    assert doctor.check_oneccl("2.8.0+cpu", "2.13.0+cpu")[0].status == "warning"
-    for check in (doctor.check_ipex(None, "2.13.0"), doctor.check_oneccl(None, "2.13.0")):
+    assert software.check_torch("2.7.1", TorchProbe())[0].status == "failure"
+    assert software.check_torch("2.10.0", TorchProbe())[0].status == "ok"
+    assert software.check_torch(None, TorchProbe("no torch"))[0].status == "failure"
+    assert software.check_ipex("2.8.0", "2.13.0+cpu")[0].status == "warning"
+    assert software.check_oneccl("2.8.0+cpu", "2.13.0+cpu")[0].status == "warning"
+    for check in (software.check_ipex(None, "2.13.0"), software.check_oneccl(None, "2.13.0")):
         assert [line.status for line in check] == ["note"]
 
 
@@ -317,9 +318,9 @@ def test_oneccl_that_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     module = tmp_path / "oneccl_bindings_for_pytorch.py"
     module.write_text("")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert doctor.check_oneccl("2.8.0+cpu", "2.8.0")[0].status == "ok"
+    assert software.check_oneccl("2.8.0+cpu", "2.8.0")[0].status == "ok"
     module.write_text("raise ImportError('libmpi.so.12: cannot open shared object file')")
-    (line,) = doctor.check_oneccl("2.8.0+cpu", "2.8.0")
+    (line,) = software.check_oneccl("2.8.0+cpu", "2.8.0")
     assert (line.status, "libmpi.so.12" in line.value) == ("warning", True)
 
 
@@ -339,7 +340,7 @@ def test_hub_that_answers(code: int, status: str) -> None:
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         endpoint = f"http://me:secret@127.0.0.1:{server.server_port}/mirror"
-        (line,) = doctor.check_hub({"HF_ENDPOINT": endpoint})
+        (line,) = network.check_hub({"HF_ENDPOINT": endpoint})
         server.shutdown()
     assert line.status == status
     assert "secret" not in f"{line}"
@@ -348,13 +349,15 @@ def test_hub_that_answers(code: int, status: str) -> None:
 
 def test_hub_that_is_not_asked() -> None:
     for answer in ("1", "true"):
-        assert "not asked" in doctor.check_hub({"HF_HUB_OFFLINE": answer, "HF_ENDPOINT": "http://127.0.0.1:9"})[0].value
-    assert doctor.check_hub({"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "nonsense"})[0].status == "warning"
+        assert (
+            "not asked" in network.check_hub({"HF_HUB_OFFLINE": answer, "HF_ENDPOINT": "http://127.0.0.1:9"})[0].value
+        )
+    assert network.check_hub({"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "nonsense"})[0].status == "warning"
 
 
 def test_secrets_are_not_shown() -> None:
     line = Finding("x", "warning", "a https://me:pw@host/path b hf_abcdefghij", "see http://me@host and me@host")
-    assert doctor._without_secrets(line) == Finding(
+    assert command._without_secrets(line) == Finding(
         "x", "warning", "a https://host/path b hf_…", "see http://host and me@host"
     )
 
@@ -363,7 +366,7 @@ def test_cgroup_with_less_than_a_core(tmp_path: Path) -> None:
     for name, text in {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "50000 100000\n"}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    (line,) = (line for line in doctor.check_cores(tmp_path) if line.name == "cgroup")
+    (line,) = (line for line in cpu.check_cores(tmp_path) if line.name == "cgroup")
     assert (line.status, "0.50 CPUs" in line.value) == ("warning", True)
 
 
@@ -371,10 +374,10 @@ def test_cgroup_with_less_than_a_core(tmp_path: Path) -> None:
 def test_default_configuration_of_an_older_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`accelerate launch` without --config_file reads it, and ends in a traceback before icom runs."""
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    assert "accelerate config" not in {finding.name for finding in doctor.check_libraries()}
+    assert "accelerate config" not in {finding.name for finding in software.check_libraries()}
     (tmp_path / "accelerate").mkdir()
     (tmp_path / "accelerate" / "default_config.yaml").write_text("distributed_type: 'NO'\nipex_config: {ipex: true}\n")
-    (finding,) = [finding for finding in doctor.check_libraries() if finding.name == "accelerate config"]
+    (finding,) = [finding for finding in software.check_libraries() if finding.name == "accelerate config"]
     assert finding.status == "warning"
     assert "default_config.yaml" in finding.value
     assert "['ipex_config']" in finding.value

@@ -1,0 +1,1 @@
+"""`icom doctor`: `command` runs the checks, which are in the modules by subject."""

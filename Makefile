@@ -1,4 +1,4 @@
-# Every chore. The logic is in icom/setup_env.py, which also lists the settings, such as
+# Every chore. The logic is in icom/setup_env, whose __init__.py lists the settings, such as
 # `make setup-master ENV_MANAGER=venv EXTRAS=aws`.
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
@@ -11,7 +11,7 @@ PYTHON = $(eval PYTHON := $(shell for p in $(PYTHONS); do "$$p" -c '$(NEW_ENOUGH
 endif
 NO_PYTHON = found no Python >= 3.10 (tried $(PYTHONS)). Install one (Debian: apt-get install python3-venv; \
 Amazon Linux: dnf install python3.11; any: make install-miniconda) or give it: make ... PYTHON=/path/to/python
-SETUP = $(or $(PYTHON),$(error $(NO_PYTHON))) -I icom/setup_env.py
+SETUP = $(or $(PYTHON),$(error $(NO_PYTHON))) -I icom/setup_env
 # Runs a command in the environment, which it builds first where it is missing or out of date.
 RUN = @$(SETUP) run
 CODE = icom provisioning tests tools textual_inversion_icom.py
@@ -28,7 +28,7 @@ install-dependencies: setup-master ## ICOM's old name for setup-master
 
 .PHONY: install-miniconda
 install-miniconda: ## Install a conda (Miniforge) in ~/miniforge3, unless there is one
-	@$(or $(PYTHON),python3) -I icom/setup_env.py install-conda
+	@$(or $(PYTHON),python3) -I icom/setup_env install-conda
 
 .PHONY: download-training-images
 download-training-images: ## Fetch ICOM's five example pictures from the Hugging Face Hub into ./dicoo

@@ -1,18 +1,17 @@
-"""The set-up as a user meets it (icom/setup_env.py, the Makefile): make, real venvs and pip, local wheels, servers.
+"""The set-up as a user meets it (icom/setup_env, the Makefile): make, real venvs and pip, local wheels, servers.
 
 Guards icom.setup_env and the Makefile.
 """
 
-import importlib.util
 import re
 import socket
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from icom.setup_env import constraints, downloads, environment, torch_wheel
 from tests.support.clone import JPEG, TORCH, Clone, closed_port, make_wheel, server
 from tests.support.command import ROOT
 
@@ -27,33 +26,24 @@ def clone(tmp_path: Path) -> Clone:
     return Clone(tmp_path / "clone")
 
 
-@pytest.fixture
-def setup_env() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("setup_env", ROOT / "icom" / "setup_env.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 # ---------------------------------------------------------------- torch
 
 
-def test_cpu_index_is_taken_when_it_answers(setup_env: ModuleType, tmp_path: Path) -> None:
+def test_cpu_index_is_taken_when_it_answers(tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     with server(tmp_path) as (address, _):
-        assert setup_env.torch_index({}, address)[0] == address
+        assert torch_wheel.torch_index({}, address)[0] == address
 
 
-def test_cpu_index_that_refuses_is_passed_over(setup_env: ModuleType) -> None:
-    index, why = setup_env.torch_index({}, f"http://127.0.0.1:{closed_port()}")
+def test_cpu_index_that_refuses_is_passed_over() -> None:
+    index, why = torch_wheel.torch_index({}, f"http://127.0.0.1:{closed_port()}")
     assert index is None
     assert "refused" in why
 
 
-def test_cpu_index_that_hangs_is_given_up(setup_env: ModuleType) -> None:
+def test_cpu_index_that_hangs_is_given_up() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:  # takes the connection, never answers
-        index, why = setup_env.torch_index({}, f"http://127.0.0.1:{listener.getsockname()[1]}")
+        index, why = torch_wheel.torch_index({}, f"http://127.0.0.1:{listener.getsockname()[1]}")
     assert index is None
     assert "no answer" in why or "timed out" in why
 
@@ -166,11 +156,11 @@ def test_the_printed_way_in_works_in_a_shell_without_conda(clone: Clone) -> None
 
 
 @pytest.mark.parametrize("name", ["mamba", "micromamba"])
-def test_the_way_in_with_another_conda(setup_env: ModuleType, clone: Clone, name: str) -> None:
+def test_the_way_in_with_another_conda(clone: Clone, name: str) -> None:
     _, prefix = clone.add_conda(name, clone.folder / "elsewhere")
     (prefix / "bin").mkdir(parents=True)
-    conda = setup_env.find_conda({**clone.env, "MAMBA_EXE": str(clone.folder / "elsewhere" / name)})
-    pasted = paste(clone, setup_env.Environment("conda", prefix, conda).activation(), 'echo "$CONDA_PREFIX"')
+    conda = environment.find_conda({**clone.env, "MAMBA_EXE": str(clone.folder / "elsewhere" / name)})
+    pasted = paste(clone, environment.Environment("conda", prefix, conda).activation(), 'echo "$CONDA_PREFIX"')
     assert (pasted.stdout, pasted.stderr) == (f"{prefix}\n", "")
 
 
@@ -184,10 +174,10 @@ def test_the_printed_way_into_a_venv_works(clone: Clone) -> None:
     assert pasted.stdout.strip() == str(clone.folder / "my env" / "bin" / "python"), pasted.stderr
 
 
-def test_env_manager_forces_venv(setup_env: ModuleType, clone: Clone) -> None:
+def test_env_manager_forces_venv(clone: Clone) -> None:
     clone.add_conda("mamba")
-    assert setup_env.choose_manager(clone.env)[0] == "conda"
-    assert setup_env.choose_manager({**clone.env, "ENV_MANAGER": "venv"})[0] == "venv"
+    assert environment.choose_manager(clone.env)[0] == "conda"
+    assert environment.choose_manager({**clone.env, "ENV_MANAGER": "venv"})[0] == "venv"
 
 
 def test_env_manager_conda_without_conda_says_what_to_do(clone: Clone) -> None:
@@ -260,48 +250,48 @@ def test_pictures_without_the_hub_leave_nothing(clone: Clone, tmp_path: Path, hu
 
 
 def test_missing_test_tools_are_installed_by_root_and_named_to_others(
-    setup_env: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(setup_env, "TEST_TOOLS", {"sh": "dash", "no-such-command": "no-such-package"})
+    monkeypatch.setattr(downloads, "TEST_TOOLS", {"sh": "dash", "no-such-command": "no-such-package"})
     called, apt = tmp_path / "called", tmp_path / "apt-get"
     apt.write_text(f'#!/bin/sh\necho "$@" >> {called}\n[ ! -e {tmp_path}/broken ] || exit 100\n')
     apt.chmod(0o755)
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
     monkeypatch.setenv("PATH", env["PATH"])
-    monkeypatch.setattr(setup_env.os, "geteuid", lambda: 0)
-    setup_env.install_test_tools(env)
+    monkeypatch.setattr(downloads.os, "geteuid", lambda: 0)
+    downloads.install_test_tools(env)
     update, install = called.read_text().splitlines()
     assert update.split()[-1] == "update"
     assert "install" in install and install.split()[-1] == "no-such-package" and "dash" not in install
     assert "skipped" not in capfd.readouterr().out
     (tmp_path / "broken").touch()
-    setup_env.install_test_tools(env)
+    downloads.install_test_tools(env)
     assert "no no-such-command here" in (said := capfd.readouterr().out) and "exit code 100" in said
-    monkeypatch.setattr(setup_env.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(downloads.os, "geteuid", lambda: 1000)
     called.unlink()
-    setup_env.install_test_tools(env)
+    downloads.install_test_tools(env)
     assert "takes root on Debian" in capfd.readouterr().out and not called.exists()
-    monkeypatch.setattr(setup_env, "TEST_TOOLS", {"sh": "dash"})
-    setup_env.install_test_tools(env)
+    monkeypatch.setattr(downloads, "TEST_TOOLS", {"sh": "dash"})
+    downloads.install_test_tools(env)
     assert capfd.readouterr().out == ""
 
 
 # ---------------------------------------------------------------- the files
 
 
-def test_constraints_pin_every_direct_dependency(setup_env: ModuleType) -> None:
+def test_constraints_pin_every_direct_dependency() -> None:
     with (ROOT / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)["project"]
-    direct = {setup_env.canonical(one) for one in setup_env.direct_requirements(project)}
+    direct = {constraints.canonical(one) for one in constraints.direct_requirements(project)}
     pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
     assert all(re.fullmatch(r"[a-z0-9-]+==[0-9][\w.]*( ; python_version .*)?", pin) for pin in pins)
     assert {pin.partition("==")[0] for pin in pins} == direct
     assert {"torch", "pytest", "boto3", "wandb"} <= direct
 
 
-def test_pins_follow_what_each_python_can_have(setup_env: ModuleType) -> None:
-    assert setup_env.pin_lines("x", {"3.10": "1", "3.11": "1"}) == ["x==1"]
-    assert setup_env.pin_lines("x", {"3.10": "1", "3.11": "2", "3.12": "2", "3.13": "3"}) == [
+def test_pins_follow_what_each_python_can_have() -> None:
+    assert constraints.pin_lines("x", {"3.10": "1", "3.11": "1"}) == ["x==1"]
+    assert constraints.pin_lines("x", {"3.10": "1", "3.11": "2", "3.12": "2", "3.13": "3"}) == [
         'x==1 ; python_version < "3.11"',
         'x==2 ; python_version >= "3.11" and python_version < "3.13"',
         'x==3 ; python_version >= "3.13"',

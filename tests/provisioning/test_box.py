@@ -74,7 +74,7 @@ seen["files"] = ssh("ls icom/Makefile; cat /var/lib/cloud/data/instance-id")
 seen["new keys"] = ssh(KEYS)
 print(json.dumps({**seen, "names": [image, builder, node]}))
 """
-PROJECT = ("Makefile", "icom/setup_env.py", "pyproject.toml", "constraints.txt", "environment.yml")
+PROJECT = ("Makefile", "icom/__init__.py", "icom/setup_env", "pyproject.toml", "constraints.txt", "environment.yml")
 
 
 @pytest.mark.long

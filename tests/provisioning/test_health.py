@@ -24,7 +24,8 @@ from subprocess import CompletedProcess
 import pytest
 import yaml
 
-from icom.setup_env import Environment, installed_extras
+from icom.setup_env.environment import Environment
+from icom.setup_env.install import installed_extras
 from provisioning.health import has_amx
 from tests.support.command import ROOT
 from tests.support.hosts import HOME, INTERFACE, Cluster, Host, cluster

@@ -72,8 +72,11 @@ class Clone:
         self.tools = folder.parent / "tools"
         for place in (folder, folder / "icom", folder / "provisioning", folder / "tests", self.tools):
             place.mkdir(parents=True, exist_ok=True)
-        for name in ("Makefile", "environment.yml", "icom/setup_env.py"):
+        for name in ("Makefile", "environment.yml", "icom/__init__.py"):
             shutil.copy(ROOT / name, folder / name)
+        shutil.copytree(
+            ROOT / "icom/setup_env", folder / "icom/setup_env", ignore=shutil.ignore_patterns("__pycache__")
+        )
         (folder / "constraints.txt").write_text(f"torch=={TORCH}\n")
         files = wheel_files("icom", "0.1.0", ("torch", "gadget; extra == 'dev'"), "Provides-Extra: dev")
         (folder / "backend.py").write_text(f"FILES = {files!r}\n{BACKEND}")

@@ -19,7 +19,7 @@ from provisioning.launches import Launches, launch_somewhere, with_addresses
 from provisioning.plan import Plan, builder_plan, image_request, raw_image_request
 from provisioning.progress import Progress
 from provisioning.script import script
-from provisioning.ssh import Login, patient_connect, send, step
+from provisioning.ssh import Login, patient_connect
 from provisioning.teardown import delete_if_there, end_nodes
 
 IMAGE_MINUTES = 60
@@ -68,16 +68,15 @@ def bake_image(
 
 
 def _bootstrap_builder(plan: Plan, builder: Node, login: Login, launches: Launches, progress: Progress) -> None:
-    check = launches.check
     with progress.doing("builder", "booting"):
-        connection = patient_connect(login, builder, plan.config.wait_minutes, check)
-    with connection:
+        node = patient_connect(login, builder, plan.config.wait_minutes, launches.check)
+    with node:
         with progress.doing("builder", "finishing its boot"):
-            step(connection, builder, script("wait_for_boot"), check, BOOT_SECONDS)
-        install(connection, builder, plan.gpus, check, progress)
+            node.run(script("wait_for_boot"), seconds=BOOT_SECONDS)
+        install(node, builder.role, plan.gpus, progress)
         with progress.doing("builder", "scrubbing keys, tokens, histories and logs"):
-            send(connection, builder, _SCRUB, SCRUB.read_bytes(), check)
-            step(connection, builder, script("scrub", _SCRUB, builder.id, as_root=True), check)
+            node.send({_SCRUB: SCRUB})
+            node.run(script("scrub", _SCRUB, builder.id, as_root=True))
 
 
 def image_this_instance(aws: Aws, plan: Plan, progress: Progress) -> Image:

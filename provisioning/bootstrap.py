@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
 
 from icom import names
 from icom.errors import IcomError
@@ -19,9 +18,10 @@ from provisioning.folder import name_before_launch
 from provisioning.health import check_health
 from provisioning.install import install
 from provisioning.progress import Progress
-from provisioning.script import script
-from provisioning.ssh import Login, OtherKey, patient_connect, step, write_file
+from provisioning.script import Script, script
+from provisioning.ssh import Login, OtherKey, SshTransport, patient_connect
 from provisioning.sshfiles import host_block, known_host
+from provisioning.transport import Transport
 
 NEW_KEY = "/etc/ssh/icom_new_key"
 BOOT_SECONDS = 900
@@ -59,7 +59,7 @@ def bootstrap(
     wait_minutes: float,
     progress: Progress,
     check: Callable[[], None],
-    here: Any = None,
+    this_instance: Transport | None = None,
 ) -> None:
     """Bring all nodes to where mpirun on the master trains on all of them.
 
@@ -70,83 +70,83 @@ def bootstrap(
         wait_minutes: how long to wait for a node's ssh.
         progress: told what is going on.
         check: called before each step and each attempt to connect; what it raises stops.
-        here: where this runs on the master itself: what runs commands there. Its host key and its icom stay.
+        this_instance: the way to the master where that is this machine. Its host key and its icom stay.
 
     Raises:
         IcomError: which step failed on which node, with the node's own lines.
     """
     with ExitStack() as stack:
-        open_: dict[str, Any] = {nodes[0].id: here} if here else {}
-        away = [node for node in nodes if node.id not in open_]
-        for node in away:
+        away: dict[str, SshTransport] = {}
+        launched = nodes[1:] if this_instance else nodes
+        for node in launched:
             with progress.doing(node.role, "booting"):
-                open_[node.id] = stack.enter_context(patient_connect(login, node, wait_minutes, check))
-                step(open_[node.id], node, script("wait_for_boot"), check, BOOT_SECONDS)
-        for node in away:
+                away[node.id] = stack.enter_context(patient_connect(login, node, wait_minutes, check))
+                away[node.id].run(script("wait_for_boot"), seconds=BOOT_SECONDS)
+        for node in launched:
             first = login.folder.host_key(name_before_launch(node.run, node.role))
             if first in login.folder.host_keys(node.id):
                 with progress.doing(node.role, "making a host key of its own"):
-                    made = _replace_host_key(login, node, open_[node.id], wait_minutes, check)
-                    open_[node.id] = stack.enter_context(made)
-        for node in away:
-            install(open_[node.id], node, gpus, check, progress)
-        master = nodes[0]
-        if here:
-            step(here, master, script("keep_files", *FILES), check)
-        key = _said_key(master, step(open_[master.id], master, script("make_master_key"), check))
+                    made = _replace_host_key(login, node, away[node.id], wait_minutes)
+                    away[node.id] = stack.enter_context(made)
+        for node in launched:
+            install(away[node.id], node.role, gpus, progress)
+        ways: dict[str, Transport] = {**away}
+        if this_instance:
+            this_instance.run(script("keep_files", *FILES))
+            ways[nodes[0].id] = this_instance
+        master = ways[nodes[0].id]
+        key = _made_key(master, script("make_master_key"))
         for node in nodes:
-            step(open_[node.id], node, script("authorize_key", f"{key} icom master"), check)
-        _introduce(login, open_[master.id], nodes, check)
+            ways[node.id].run(script("authorize_key", f"{key} icom master"))
+        _introduce(login, master, nodes)
         for node in nodes[1:]:
-            step(open_[master.id], master, f"ssh -o BatchMode=yes -o ConnectTimeout=10 {node_name(node)} true", check)
+            master.run(f"ssh -o BatchMode=yes -o ConnectTimeout=10 {node_name(node)} true")
         progress.say("the master reaches all workers by ssh")
         with progress.doing("all nodes", "Accelerate's configuration, the profile"):
-            give_environment(open_, nodes, gpus, check)
+            give_environment(ways, nodes, gpus)
         with progress.doing("all nodes", "health: packages, AMX, clocks, network, a sum over all of them"):
-            check_health(open_, nodes, nodes[0].type, gpus, check, progress.say)
+            check_health(ways, nodes, nodes[0].type, gpus, progress.say)
 
 
-def _replace_host_key(login: Login, node: Node, old: Any, wait_minutes: float, check: Callable[[], None]) -> Any:
+def _replace_host_key(login: Login, node: Node, old: SshTransport, wait_minutes: float) -> SshTransport:
     """Let a node make its own host key, over the connection that its first key has verified; the new connection.
 
     Both keys are recorded until the new one has been seen, so that an interruption at any point locks nobody out.
     """
-    new = _said_key(node, step(old, node, script("make_host_key", NEW_KEY, as_root=True), check))
+    new = _made_key(old, script("make_host_key", NEW_KEY, as_root=True))
     login.folder.remember([node.id], new)
     before = login.folder.host_keys(node.id)
-    step(old, node, script("use_host_key", NEW_KEY, as_root=True), check)
+    old.run(script("use_host_key", NEW_KEY, as_root=True))
     for _ in range(RELOAD_TRIES):  # sshd takes up the new key some time after it was asked to
         try:
-            connection = patient_connect(login, node, wait_minutes, check, [new])
+            connection = patient_connect(login, node, wait_minutes, old.check, [new])
             break
         except OtherKey as error:
             if error.seen not in before:
                 raise
         time.sleep(RELOAD_SECONDS)
     else:
-        raise IcomError(f"{node.role} ({node.id}) still shows its first host key, after its sshd was told to reload.")
+        raise IcomError(f"{old.name} still shows its first host key, after its sshd was told to reload.")
     for other in login.folder.host_keys(node.id):  # the first one, and those of attempts that were interrupted
         if other != new:
             login.folder.forget(node.id, other)
     return connection
 
 
-def _said_key(node: Node, said: str) -> PublicKey:
-    """The public key that a node has made, and told as its only line."""
+def _made_key(node: Transport, maker: Script) -> PublicKey:
+    """The public key that a node makes, and tells as its only line."""
     try:
-        key = names.public_key(said)
+        key = names.public_key(node.run(maker))
         if not key.startswith("ssh-ed25519 "):
             raise Malformed("Another kind was asked for.")
         return key
     except Malformed as error:
-        raise IcomError(f"{node.role} ({node.id}) made no ed25519 key: {error}") from None
+        raise IcomError(f"{node.name} made no ed25519 key: {error}") from None
 
 
-def _introduce(login: Login, connection: Any, nodes: tuple[Node, ...], check: Callable[[], None]) -> None:
+def _introduce(login: Login, master: Transport, nodes: tuple[Node, ...]) -> None:
     """Tell the master of the workers: names, addresses, host keys."""
-    master = nodes[0]
     known = "".join(known_host([node.id], key) for node in nodes[1:] for key in login.folder.host_keys(node.id))
-    write_file(connection, master, ".ssh/icom_known_hosts", known, check)
-    write_file(connection, master, ".ssh/icom_config", ssh_config(nodes), check)
-    step(connection, master, script("include_ssh_config", INCLUDE), check)
-    write_file(connection, master, "hosts", hosts_file(nodes), check)
+    master.send({".ssh/icom_known_hosts": known.encode(), ".ssh/icom_config": ssh_config(nodes).encode()})
+    master.run(script("include_ssh_config", INCLUDE))
+    master.send({"hosts": hosts_file(nodes).encode()})

@@ -66,6 +66,11 @@ class Node:
     """Id of the instance that made it and is its master (--from_this_instance)."""
 
     @property
+    def label(self) -> str:
+        """What messages call it."""
+        return f"{self.role} ({self.id})"
+
+    @property
     def address(self) -> Address | None:
         """Where ssh finds it, if EC2 tells. A master that is an instance too is let in from inside the VPC."""
         return self.private_ip if self.master else self.public_ip or self.private_ip

@@ -49,7 +49,7 @@ class ClusterFolder:
         self._make()
         if not self.key.exists():
             made = make_key()
-            _write_private(self.key, made.private)
+            write_private(self.key, made.private.encode())
             write_atomically(self.key.with_suffix(".pub"), f"{made.public} icom\n".encode(), "$ICOM_CLUSTERS_DIR")
         return self.key.with_suffix(".pub").read_text().strip()
 
@@ -177,13 +177,13 @@ def name_before_launch(run: str, role: str) -> str:
     return f"{run}.{role}"
 
 
-def _write_private(path: Path, text: str) -> None:
-    """Create a file that only its owner can read, from its first moment on."""
+def write_private(path: Path, content: bytes) -> None:
+    """Write a file that only its owner can read, from its first moment on; whole or not at all."""
     temporary = path.with_suffix(".new")
     temporary.unlink(missing_ok=True)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)

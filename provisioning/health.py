@@ -9,14 +9,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 from icom import names
 from icom.errors import IcomError, Stopped
 from provisioning.cluster import Node
 from provisioning.on_node import MARK, PROFILE, Facts, read_facts
 from provisioning.script import script
-from provisioning.ssh import step
+from provisioning.transport import Transport
 
 AMX_FLAGS = frozenset(("amx_tile", "amx_bf16", "amx_int8"))
 FIRST_GENERATION_WITH_AMX = 7
@@ -54,7 +53,7 @@ class NodeProblem:
     fix: str
 
     def __str__(self) -> str:
-        return f"{self.node.role} ({self.node.id}): {self.what}\n    → {self.fix}"
+        return f"{self.node.label}: {self.what}\n    → {self.fix}"
 
 
 def has_amx(instance_type: str) -> bool:
@@ -70,28 +69,26 @@ def has_amx(instance_type: str) -> bool:
 
 
 def check_health(
-    connections: Mapping[str, Any],
+    ways: Mapping[str, Transport],
     nodes: tuple[Node, ...],
     instance_type: str,
     gpus: int,
-    check: Callable[[], None],
     say: Callable[[str], None],
 ) -> None:
     """Look at all nodes at once, and let them sum a number through mpirun.
 
     Args:
-        connections: to every node, by its id; `give_environment` has served them.
+        ways: to every node, by its id; `give_environment` has served them.
         nodes: all of the cluster, master first.
         instance_type: of all of them.
         gpus: that each has.
-        check: called before each step, not always from the main thread; what it raises stops.
         say: told what was found.
 
     Raises:
         IcomError: something is wrong: every problem, with its node and what to do.
     """
     with ThreadPoolExecutor(MOST_AT_ONCE) as pool:
-        asked = [pool.submit(_ask, connections[node.id], node, nodes, check) for node in nodes]
+        asked = [pool.submit(_ask, ways[node.id], node, nodes) for node in nodes]
         answers = dict(zip(nodes, [future.result() for future in asked], strict=True))
     facts = {node: answer[0] for node, answer in answers.items() if not isinstance(answer, NodeProblem)}
     clocks = {node: answer[1] for node, answer in answers.items() if not isinstance(answer, NodeProblem)}
@@ -99,7 +96,7 @@ def check_health(
     alone += [*_packages(facts), *_interfaces(facts, nodes), *_gpus(facts, gpus)]
     problems = [*alone, *_amx(facts, instance_type), *_clocks(clocks)]
     if not alone:  # else it would fail for the reasons that are known already
-        outcome = _all_reduce(connections[nodes[0].id], nodes, check)
+        outcome = _all_reduce(ways[nodes[0].id], nodes)
         if isinstance(outcome, NodeProblem):
             problems.append(outcome)
         else:
@@ -113,14 +110,12 @@ def check_health(
     say(f"healthy: {len(nodes)} nodes, the same packages{amx}, clocks within {spread + 2 * doubt:.2f} s")
 
 
-def _ask(
-    connection: Any, node: Node, nodes: tuple[Node, ...], check: Callable[[], None]
-) -> tuple[Facts, Clock] | NodeProblem:
+def _ask(way: Transport, node: Node, nodes: tuple[Node, ...]) -> tuple[Facts, Clock] | NodeProblem:
     """One step on one node: its clock, its facts, its clock again."""
     look = script("facts", MARK, PROFILE, *(names.address(other.private_ip) for other in nodes if other != node))
     began = time.time()
     try:
-        said = step(connection, node, look, check)
+        said = way.run(look)
     except Stopped:
         raise
     except IcomError as error:
@@ -193,14 +188,14 @@ def _clocks(clocks: Mapping[Node, Clock]) -> Iterator[NodeProblem]:
             yield NodeProblem(node, what, "Let chrony set it: sudo systemctl restart chronyd, or chrony")
 
 
-def _all_reduce(connection: Any, nodes: tuple[Node, ...], check: Callable[[], None]) -> str | NodeProblem:
+def _all_reduce(master: Transport, nodes: tuple[Node, ...]) -> str | NodeProblem:
     """What rank 0 said."""
     count = len(nodes)
     mpirun = f"mpirun -f ~/hosts -n {count} -ppn 1 python -m icom.launch.all_reduce"
     fix = f"All ports have to be open among the nodes. To see it again: icom ssh, cd icom, {mpirun}"
     try:
         sum_over_all = script("all_reduce", PROFILE, str(count), str(ALL_REDUCE_PORT), str(ALL_REDUCE_SECONDS))
-        said = step(connection, nodes[0], sum_over_all, check)
+        said = master.run(sum_over_all)
     except Stopped:
         raise
     except IcomError as error:
@@ -213,7 +208,7 @@ def _all_reduce(connection: Any, nodes: tuple[Node, ...], check: Callable[[], No
 
 def _why(error: IcomError, node: Node) -> str:
     """What a step said, but for the node's name."""
-    why = str(error).removeprefix(f"{node.role} ({node.id}): ")
+    why = str(error).removeprefix(f"{node.label}: ")
     return why.replace(f"exit code {TIMED_OUT} of", f"not done within {ALL_REDUCE_SECONDS} s")
 
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from provisioning import project
-from provisioning.cluster import Node
 from provisioning.progress import Progress
 from provisioning.script import Script, script
-from provisioning.ssh import send, step
+from provisioning.ssh import SshTransport
 
 FOLDER = "icom"
 """The project on a node, in the home folder of its user."""
@@ -22,14 +18,13 @@ _CUDA = " TORCH_INDEX_URL=https://download.pytorch.org/whl/cu130"
 """Its build for CUDA brings CUDA's libraries along; the image has the driver."""
 
 
-def install(connection: Any, node: Node, gpus: int, check: Callable[[], None], progress: Progress) -> None:
+def install(node: SshTransport, role: str, gpus: int, progress: Progress) -> None:
     """Install icom on a node, unless this very content is there already and has passed its tests.
 
     Args:
-        connection: an open one to the node.
-        node: which one that is.
+        node: the way there.
+        role: of the node.
         gpus: of the nodes of the cluster; with some, PyTorch comes with CUDA.
-        check: called before each step; what it raises stops.
         progress: told what is going on.
 
     Raises:
@@ -37,11 +32,11 @@ def install(connection: Any, node: Node, gpus: int, check: Callable[[], None], p
         UsageError: there is no repository here to install from.
     """
     wanted = project.digest()
-    if step(connection, node, f"cat {DONE} 2>/dev/null || true", check).strip() == wanted:
+    if node.run(f"cat {DONE} 2>/dev/null || true").strip() == wanted:
         return
-    with progress.doing(node.role, "getting icom's files"):
-        send(connection, node, _ARCHIVE, project.archive(), check)
-        step(connection, node, script("unpack_project", _ARCHIVE, FOLDER), check)
+    with progress.doing(role, "getting icom's files"):
+        node.send({_ARCHIVE: project.archive()})
+        node.run(script("unpack_project", _ARCHIVE, FOLDER))
     steps: tuple[tuple[str, str | Script], ...] = (
         ("make, venv", script("install_tools")),
         ("conda", script("install_conda", FOLDER)),
@@ -50,6 +45,6 @@ def install(connection: Any, node: Node, gpus: int, check: Callable[[], None], p
         ("make single-node-test", script("try_training", FOLDER)),
     )
     for what, command in steps:
-        with progress.doing(node.role, what) as show_line:
-            step(connection, node, command, check, _INSTALL_SECONDS, show_line)
-    step(connection, node, f"echo {wanted} > {DONE}", check)
+        with progress.doing(role, what) as show_line:
+            node.run(command, seconds=_INSTALL_SECONDS, on_line=show_line)
+    node.send({DONE: f"{wanted}\n".encode()})

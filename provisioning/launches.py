@@ -163,7 +163,7 @@ def with_addresses(aws: Aws, plan: Plan, matching: list[dict[str, Any]], count: 
     if not wait_until(addressed):
         raise IcomError(
             "EC2 gave no public address to "
-            + (", ".join(f"{node.role} ({node.id})" for node in nodes if not node.public_ip) or "the nodes")
+            + (", ".join(node.label for node in nodes if not node.public_ip) or "the nodes")
             + ". Does the subnet have a way to the internet? Else give --private_ip."
         )
     return nodes

@@ -26,7 +26,8 @@ from provisioning.ssh import Login
 from provisioning.sshinclude import add_include
 from provisioning.survey import Survey, survey
 from provisioning.teardown import confirm, instances, remove, wait_until_gone
-from provisioning.this_instance import IdentityDocument, LocalTransport, ThisInstance, identify, master_here
+from provisioning.this_instance import IdentityDocument, ThisInstance, identify, master_here
+from provisioning.transport import LocalTransport
 
 REMOVE_MINUTES = 10
 """How long removing waits for instances to end; a short --wait_minutes must not make it give up."""
@@ -99,7 +100,7 @@ def _make(config: ProvisionConfig, only_image: bool) -> None:
                         login,
                         (this_instance.node, *cluster.nodes) if this_instance else cluster.nodes,
                         *(plan.gpus, config.wait_minutes, progress, check),
-                        LocalTransport() if this_instance else None,
+                        LocalTransport(this_instance.node.label, check) if this_instance else None,
                     )
                 keep_rules(aws, plan, progress.say)
                 check()
@@ -230,7 +231,7 @@ def _finish(config: ProvisionConfig, plan: Plan, count: int, strangers: list[Nod
     print(f"{what} {count} nodes of {config.cluster} run" + (" and can train." if config.setup else "."))
     for node in strangers:
         print(
-            f"! The host key of {node.role} ({node.id}) is not known on this computer, so ssh refuses it. It was made "
+            f"! The host key of {node.label} is not known on this computer, so ssh refuses it. It was made "
             "on another one."
         )
     if plan.this_instance:

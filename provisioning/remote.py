@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-import sys
 from typing import NoReturn
 
-from icom.errors import IcomError, UsageError
+from icom.errors import UsageError
 from provisioning.aws import connect, explained, filters
 from provisioning.cluster import MASTER, UNKNOWN, find_nodes
 from provisioning.config import (
@@ -20,34 +18,31 @@ from provisioning.config import (
     check_cluster_name,
 )
 from provisioning.folder import ClusterFolder, folder_of, ssh_names
+from provisioning.openssh import OpenSsh
 
 
 def ssh(config: SshConfig) -> NoReturn:
     """`icom ssh`."""
-    folder = reachable_folder(config, config.node)
-    _exec(["ssh", "-F", str(folder.ssh_config), "--", _name(config)])
+    _node(config).become()
 
 
 def run(config: RunConfig) -> NoReturn:
     """`icom run`."""
     if not config.command:
         raise UsageError("What is to be run? For instance: icom run -- mpirun -f hosts hostname")
-    folder = reachable_folder(config, config.node)
+    node = _node(config)
     line = config.command[0] if len(config.command) == 1 else shlex.join(config.command)
-    line = f"exec bash -lc {shlex.quote(line)}"  # a login shell has the environment of icom
-    _exec(["ssh", "-F", str(folder.ssh_config), "--", _name(config), line])
+    node.become(f"exec bash -lc {shlex.quote(line)}")  # a login shell has the environment of icom
 
 
 def push(config: PushConfig) -> NoReturn:
     """`icom push`."""
-    folder = reachable_folder(config, config.node)
-    _exec(["scp", "-r", "-p", "-F", str(folder.ssh_config), "--", config.source, f"{_name(config)}:{config.target}"])
+    _node(config).become_push(config.source, config.target)
 
 
 def pull(config: PullConfig) -> NoReturn:
     """`icom pull`."""
-    folder = reachable_folder(config, config.node)
-    _exec(["scp", "-r", "-p", "-F", str(folder.ssh_config), "--", f"{_name(config)}:{config.source}", config.target])
+    _node(config).become_pull(config.source, config.target)
 
 
 def reachable_folder(where: WhereConfig, node: str | None) -> ClusterFolder:
@@ -87,14 +82,5 @@ def reachable_folder(where: WhereConfig, node: str | None) -> ClusterFolder:
     return folder
 
 
-def _name(config: SshConfig | RunConfig | PushConfig | PullConfig) -> str:
-    return ssh_names(config.cluster, config.node)[0]
-
-
-def _exec(words: list[str]) -> NoReturn:
-    """Go on as another program, whose exit code is ours."""
-    sys.stdout.flush()
-    try:
-        os.execvp(words[0], words)
-    except FileNotFoundError as error:
-        raise IcomError(f"This needs OpenSSH's {words[0]}. Debian, Ubuntu: apt-get install openssh-client") from error
+def _node(config: SshConfig | RunConfig | PushConfig | PullConfig) -> OpenSsh:
+    return OpenSsh(reachable_folder(config, config.node).ssh_config, ssh_names(config.cluster, config.node)[0])

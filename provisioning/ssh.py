@@ -1,36 +1,38 @@
-"""ssh to the nodes of a cluster with fabric: only to hosts whose key is recorded; none is learned on the way."""
+"""The way to nodes that are set up, with fabric: only to hosts whose key is recorded; none is learned on the way."""
 
 from __future__ import annotations
 
 import base64
 import io
-import shlex
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from icom import names
 from icom.errors import IcomError
+from provisioning import transport
 from provisioning.aws import POLL_SECONDS, NodesFailed
 from provisioning.cluster import Node
 from provisioning.folder import ClusterFolder
 from provisioning.script import Script
+from provisioning.transport import Ended, Running, Transport
+
+if TYPE_CHECKING:
+    from fabric import Connection
+    from invoke.runners import Promise
 
 CONNECT_SECONDS = 10
 LOGIN_SECONDS = 90
 """How long a node may refuse a login: sshd runs before cloud-init has put the key there, and pam_nologin holds it."""
-STEP_SECONDS = 300
 SEND_SECONDS = 1800
 """For a file: icom's own are 20 MB, and some lines are slow."""
-FIRST_LOOK_SECONDS, LOOK_SECONDS = 0.005, 0.2
-CLOCK, PAUSE = time.monotonic, time.sleep
 PIECE = 1 << 18
 """Bytes that are sent between two looks at whether to stop."""
 KEEPALIVE_SECONDS = 15
-TAIL_LINES = 12
 
 
 class OtherKey(IcomError):
@@ -54,7 +56,7 @@ class Login:
     identity: Path
 
 
-def connect(login: Login, node: Node, keys: Sequence[str] | None = None) -> Any:
+def connect(login: Login, node: Node, keys: Sequence[str] | None = None) -> Connection:
     """An open fabric Connection to a node.
 
     Args:
@@ -71,9 +73,7 @@ def connect(login: Login, node: Node, keys: Sequence[str] | None = None) -> Any:
 
     accepted = login.folder.host_keys(node.id) if keys is None else list(keys)
     if not accepted:
-        raise IcomError(
-            f"The host key of {node.role} ({node.id}) is not known on this computer: it was made on another one."
-        )
+        raise IcomError(f"The host key of {node.label} is not known on this computer: it was made on another one.")
     address = names.address(node.address)
     for key in accepted:
         kind, blob = key.split()[:2]
@@ -116,7 +116,7 @@ def connect(login: Login, node: Node, keys: Sequence[str] | None = None) -> Any:
 
 def patient_connect(
     login: Login, node: Node, wait_minutes: float, check: Callable[[], None], keys: Sequence[str] | None = None
-) -> Any:
+) -> SshTransport:
     """Connect, as `connect` does, to a node that may still be booting or restarting its sshd.
 
     Raises:
@@ -124,21 +124,21 @@ def patient_connect(
     """
     import paramiko
 
-    deadline, pause = CLOCK() + wait_minutes * 60, 0.25
+    deadline, pause = transport.CLOCK() + wait_minutes * 60, 0.25
     refused = False
     while True:
         check()
         try:
-            return connect(login, node, keys)
+            return SshTransport(connect(login, node, keys), node, check)
         except LoginRefused:
             if not refused:
-                refused, deadline = True, min(deadline, CLOCK() + LOGIN_SECONDS)
-            if CLOCK() >= deadline:
+                refused, deadline = True, min(deadline, transport.CLOCK() + LOGIN_SECONDS)
+            if transport.CLOCK() >= deadline:
                 raise
         except (OSError, EOFError, paramiko.SSHException) as error:
-            if CLOCK() >= deadline:
+            if transport.CLOCK() >= deadline:
                 raise NodesFailed(
-                    f"{node.role} ({node.id}) cannot be reached by ssh at {node.address} after "
+                    f"{node.label} cannot be reached by ssh at {node.address} after "
                     f"{wait_minutes:g} minutes: {error}. Does --ssh_from cover this computer?",
                     [node.id],
                 ) from error
@@ -146,53 +146,85 @@ def patient_connect(
         pause = min(2 * pause, POLL_SECONDS)
 
 
-def step(
-    connection: Any,
-    node: Node,
-    command: str | Script,
-    check: Callable[[], None] = lambda: None,
-    seconds: int = STEP_SECONDS,
-    on_line: Callable[[str], None] | None = None,
-) -> str:
-    """Run a shell command on a node to its end; what it printed.
+class SshTransport(Transport):
+    """A node over fabric, for as long as the block lasts: `with patient_connect(…) as node`."""
 
-    Args:
-        connection: an open one to the node.
-        node: which one that is.
-        command: a line for its shell, or a program.
-        check: called before; what it raises stops.
-        seconds: how long the command may take.
-        on_line: given each line as it is printed, on a thread of its own.
+    def __init__(self, connection: Connection, node: Node, check: Callable[[], None] = lambda: None) -> None:
+        import paramiko
 
-    Raises:
-        IcomError: it failed, took too long or the connection broke; names the node and shows its last lines.
-    """
-    import paramiko
+        super().__init__(node.label, check)
+        self.connection, self.broken = connection, (OSError, EOFError, paramiko.SSHException)
 
-    check()
-    streams = {"out_stream": _Lines(on_line), "err_stream": _Lines(on_line)} if on_line else {"hide": True}
-    line = command.line if isinstance(command, Script) else command
-    deadline, pause = CLOCK() + seconds, FIRST_LOOK_SECONDS
-    try:
-        running = connection.run(line, **streams, warn=True, in_stream=False, asynchronous=True)
+    def __enter__(self) -> SshTransport:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.connection.close()
+
+    def run(
+        self,
+        command: str | Script,
+        *,
+        doing: str = "",
+        seconds: float | None = None,
+        on_line: Callable[[str], None] | None = None,
+    ) -> str:
+        """Run a command as any transport does.
+
+        Args:
+            command: as there.
+            doing: as there.
+            seconds: as there.
+            on_line: given each line as it is printed, on a thread of its own.
+        """
+        return self._run(partial(self._start, on_line=on_line), command, doing, seconds)
+
+    def send(self, files: Mapping[str, bytes | Path], seconds: float = SEND_SECONDS) -> None:
+        """Write files by sftp, each whole or not at all, for their owner alone; each may take so many seconds."""
+        for path, content in files.items():
+            self._send(path, content if isinstance(content, bytes) else content.read_bytes(), seconds)
+
+    def _send(self, path: str, content: bytes, seconds: float) -> None:
+        self.check()
+        began = transport.CLOCK()
+        # paramiko waits for ever for a node that takes nothing.
+        over = threading.Timer(seconds, self.connection.transport.close)
+        over.start()
         try:
-            while not running.runner.process_is_finished:
-                check()
-                if CLOCK() >= deadline:
-                    raise IcomError(f"{node.role} ({node.id}): no end after {seconds} s of: {command}")
-                PAUSE(pause)
-                pause = min(2 * pause, LOOK_SECONDS)
-        except BaseException:
-            running.runner.kill()
-            raise
-        done = running.join()
-    except (OSError, EOFError, paramiko.SSHException) as error:
-        raise IcomError(f"{node.role} ({node.id}): the connection broke ({error}) during: {command}") from error
-    if done.failed:
-        lines = (done.stderr.strip() or done.stdout.strip()).splitlines()[-TAIL_LINES:]
-        shown = "\n  ".join(lines) or "(no output)"
-        raise IcomError(f"{node.role} ({node.id}): exit code {done.exited} of: {command}\n  {shown}")
-    return str(done.stdout)
+            sftp = self.connection.sftp()
+            with sftp.open(f"{path}.new", "wb") as file:
+                file.chmod(0o600)
+                file.set_pipelined(True)  # else each piece waits for an answer
+                for start in range(0, len(content), PIECE):
+                    self.check()
+                    file.write(content[start : start + PIECE])
+            sftp.posix_rename(f"{path}.new", path)
+        except self.broken as error:
+            late = f" in {seconds:g} s" if transport.CLOCK() - began >= seconds else ""
+            raise IcomError(f"{self.name}: {path} could not be written there{late}: {error}") from error
+        finally:
+            over.cancel()
+
+    def _start(self, line: str, on_line: Callable[[str], None] | None = None) -> Running:
+        streams = {"out_stream": _Lines(on_line), "err_stream": _Lines(on_line)} if on_line else {"hide": True}
+        return _Promised(self.connection.run(line, **streams, warn=True, in_stream=False, asynchronous=True))
+
+
+@dataclass(frozen=True)
+class _Promised:
+    """What fabric promises, as `Running` has it."""
+
+    promise: Promise
+
+    def is_over(self) -> bool:
+        return bool(self.promise.runner.process_is_finished)
+
+    def kill(self) -> None:
+        self.promise.runner.kill()
+
+    def wait(self) -> Ended:
+        done = self.promise.join()
+        return Ended(done.exited, done.stdout, done.stderr)
 
 
 class _Lines(io.TextIOBase):
@@ -206,44 +238,3 @@ class _Lines(io.TextIOBase):
         for line in filter(str.strip, map(names.plain, lines)):
             self._on_line(line.strip())
         return len(text)
-
-
-def send(
-    connection: Any,
-    node: Node,
-    path: str,
-    content: bytes,
-    check: Callable[[], None] = lambda: None,
-    seconds: float = SEND_SECONDS,
-) -> None:
-    """Write a file of any size on a node by sftp, for its owner alone. `path` is relative to the home folder.
-
-    Raises:
-        IcomError: the node has no room for it, it took too long, or the connection broke.
-    """
-    import paramiko
-
-    check()
-    began = CLOCK()
-    over = threading.Timer(seconds, connection.transport.close)  # paramiko waits for ever for a node that takes nothing
-    over.start()
-    try:
-        with connection.sftp().open(path, "wb") as file:
-            file.chmod(0o600)
-            file.set_pipelined(True)  # else each piece waits for an answer
-            for start in range(0, len(content), PIECE):
-                check()
-                file.write(content[start : start + PIECE])
-    except (OSError, EOFError, paramiko.SSHException) as error:
-        late = f" in {seconds:g} s" if CLOCK() - began >= seconds else ""
-        raise IcomError(f"{node.role} ({node.id}): {path} could not be written there{late}: {error}") from error
-    finally:
-        over.cancel()
-
-
-def write_file(connection: Any, node: Node, path: str, text: str, check: Callable[[], None]) -> None:
-    """Write a small file on a node, whole or not at all, for its owner alone. `path` is relative to the home folder."""
-    content = base64.b64encode(text.encode()).decode()
-    name = shlex.quote(path)
-    command = f"umask 077; printf %s {content} | base64 -d > {name}.new && mv {name}.new {name}"
-    step(connection, node, command, check)

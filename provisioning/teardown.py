@@ -177,7 +177,7 @@ def remove(
 
     nodes = attempt(find_nodes, aws, doomed) or []
     if nodes:
-        say(f"ending {', '.join(f'{node.role} ({node.id})' for node in nodes)}")
+        say(f"ending {', '.join(node.label for node in nodes)}")
     attempt(end_nodes, aws, list(dict.fromkeys([*launched, *(node.id for node in nodes)])), wait_minutes)
     for kind in KINDS:
         which = doomed if images or kind.name not in IMAGES else doomed + filters(tag_role=RAW)

@@ -8,16 +8,11 @@ from __future__ import annotations
 import getpass
 import json
 import os
-import pwd
 import re
-import signal
 import subprocess
-import tempfile
 import urllib.request
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import IO, Any
 
 from icom.errors import UsageError
 from provisioning.aws import Aws, filters, pages
@@ -189,63 +184,3 @@ def _as_this_instance(config: ProvisionConfig, cluster: Cluster, this_instance: 
         private_ip=config.private_ip or this_instance.node.public_ip is None,
         ssh_from=config.ssh_from or f"{this_instance.node.private_ip}/32",
     )
-
-
-class LocalTransport:
-    """Runs commands on this machine as a login by ssh would: from the home folder, without this process's variables.
-
-    As much of fabric's Connection as steps on a master need.
-    """
-
-    def run(self, command: str, **_: Any) -> _Running:
-        """Start a command in bash.
-
-        Returns:
-            A promise as invoke's.
-        """
-        user = pwd.getpwuid(os.getuid())
-        home = str(Path.home())
-        variables = {"HOME": home, "USER": user.pw_name, "LOGNAME": user.pw_name, "SHELL": user.pw_shell}
-        out, err = (tempfile.TemporaryFile("w+") for _ in range(2))  # noqa: SIM115 - join closes them
-        # A session of its own: Ctrl-C at the terminal is for us, who then undo things in order.
-        process = subprocess.Popen(
-            ["/bin/bash", "-c", command],
-            cwd=home,
-            env=variables | {"PATH": SYSTEM_PATH},
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
-            start_new_session=True,
-        )
-
-        return _Running(process, out, err)
-
-
-@dataclass(frozen=True)
-class _Running:
-    """A promise and its runner, as invoke has them."""
-
-    process: subprocess.Popen[bytes]
-    out: IO[str]
-    err: IO[str]
-
-    @property
-    def runner(self) -> _Running:
-        return self
-
-    @property
-    def process_is_finished(self) -> bool:
-        return self.process.poll() is not None
-
-    def kill(self) -> None:
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.join()
-
-    def join(self) -> SimpleNamespace:
-        code = self.process.wait()
-        said = []
-        for stream in (self.out, self.err):
-            with stream:
-                stream.seek(0)
-                said.append(stream.read())
-        return SimpleNamespace(failed=code != 0, exited=code, stdout=said[0], stderr=said[1])

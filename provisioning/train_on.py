@@ -28,10 +28,12 @@ from icom.signals import StopRequest
 from provisioning.cluster import MASTER
 from provisioning.config import WhereConfig, as_options
 from provisioning.folder import places_of, ssh_names
+from provisioning.openssh import OpenSsh
 from provisioning.relay import showing
 from provisioning.remote import reachable_folder
 from provisioning.script import script
-from provisioning.transfer import OpenSsh, Upload, download, upload, upload_of
+from provisioning.transfer import Upload, upload, upload_of
+from provisioning.transport import Transport
 
 BUSY = 75
 ASK_SECONDS = 0.2
@@ -116,7 +118,7 @@ def train_on(config: TrainConfig) -> None:
         stopped_by = _train(master, training, words, _token(config))
         code, wrote = _outcome(master, training)
         if wrote:
-            count = download(master, f"runs/{training.id}", training.name, training.output)
+            count = master.fetch(f"runs/{training.id}", training.name, training.output)
             _restore_local_paths(training.output / "config.yaml", config)
             _say(f"fetched {count} files into {config.output_dir}")
     if stopped_by is not None:
@@ -181,16 +183,15 @@ def _token(config: TrainConfig) -> str:
     return config.hub_token or get_token() or ""
 
 
-def check_ready(master: OpenSsh, training: RemoteTraining, resume: str | None) -> str:
+def check_ready(master: Transport, training: RemoteTraining, resume: str | None) -> str:
     """The home folder on the nodes.
 
     Raises:
         UsageError: a training runs there, it does not have what is to be resumed, or its nodes have GPUs.
         IcomError: it answers something else.
     """
-    said = master.ask(
-        "Asking whether it trains", script("training", "state", f"{training.id}/{training.name}")
-    ).splitlines()
+    state = script("training", "state", f"{training.id}/{training.name}")
+    said = master.run(state, doing="Asking whether it trains").splitlines()
     if said == [GPUS]:
         raise UsageError(
             f"The nodes of {training.cluster} have GPUs, and --on trains on CPUs. Bring the pictures with icom push"
@@ -198,7 +199,7 @@ def check_ready(master: OpenSsh, training: RemoteTraining, resume: str | None) -
             "mpirun -f ~/hosts -n N -ppn 1 accelerate launch textual_inversion_icom.py …"
         )
     if said[1:2] not in (["known"], ["new"]) or [line.count(" ") for line in said[2:]] not in ([], [1]):
-        raise IcomError(f"{master.host} was asked whether it trains, and answers {names.shown(said)}.")
+        raise IcomError(f"{master.name} was asked whether it trains, and answers {names.shown(said)}.")
     home, folder, *trains = names.home(said[0]), *said[1:]
     if trains:
         other = names.word(trains[0].rpartition(" ")[2])
@@ -241,7 +242,7 @@ def _train(master: OpenSsh, training: RemoteTraining, options: list[str], token:
                 while process.poll() is None:
                     if stop.signal_number is not None and sent is None:
                         sent = stop.signal_number
-                        master.ask("Stopping the training", script("training", "stop", training.id))
+                        master.run(script("training", "stop", training.id), doing="Stopping the training")
                     _wait(process)
         except BrokenPipeError:
             process.wait()
@@ -258,20 +259,21 @@ def _wait(process: subprocess.Popen[bytes]) -> None:
         process.wait(ASK_SECONDS)
 
 
-def _outcome(master: OpenSsh, training: RemoteTraining) -> tuple[int, bool]:
+def _outcome(master: Transport, training: RemoteTraining) -> tuple[int, bool]:
     """Its exit code, and whether it wrote anything.
 
     Raises:
         IcomError: the connection broke.
     """
     try:
-        said = master.ask("Asking how it ended", script("training", "outcome", training.id, training.name)).splitlines()
+        outcome = script("training", "outcome", training.id, training.name)
+        said = master.run(outcome, doing="Asking how it ended").splitlines()
     except IcomError as error:
         raise IcomError(f"{error}\n{training.how_to_go_on()}") from error
     try:
         code = names.exit_code(said[0] if said else "")
     except names.Malformed:
-        raise IcomError(f"Lost the connection to {master.host}. {training.how_to_go_on()}") from None
+        raise IcomError(f"Lost the connection to {master.name}. {training.how_to_go_on()}") from None
     return code, len(said) > 1
 
 

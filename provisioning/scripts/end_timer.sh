@@ -1,5 +1,5 @@
 #!/bin/sh
-# At boot, as root: start the timer of this node's end. $1: its OnCalendar=. May run any number of times.
+# At boot, as root: start the timer of this node's end. $1: its line that says when. May run any number of times.
 units=/etc/systemd/system stamp=/var/lib/systemd/timers/stamp-icom-end.timer
 # Persistent: a node that was stopped over its end shuts down when it is started again.
 cat > $units/icom-end.timer <<END

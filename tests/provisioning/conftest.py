@@ -129,8 +129,8 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
     """What icom asks of nodes by ssh; they say yes."""
     steps = Steps()
     monkeypatch.setattr("provisioning.ssh.connect", connector(steps))
-    monkeypatch.setattr("provisioning.ssh.CLOCK", steps.clock)
-    monkeypatch.setattr("provisioning.ssh.PAUSE", steps.pause)
+    monkeypatch.setattr("provisioning.transport.CLOCK", steps.clock)
+    monkeypatch.setattr("provisioning.transport.PAUSE", steps.pause)
     monkeypatch.setattr("provisioning.project.archive", lambda: b"")
     monkeypatch.setattr("provisioning.project.digest", lambda: "content")
     return steps

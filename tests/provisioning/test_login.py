@@ -21,7 +21,7 @@ LOG_IN = """
 import sys, time
 from dataclasses import fields
 from pathlib import Path
-from provisioning import ssh
+from provisioning import ssh, transport
 from provisioning.cluster import Node
 from provisioning.folder import ClusterFolder
 address, host_key, limit = sys.argv[1:]
@@ -30,7 +30,7 @@ node = Node(**{field.name: there.get(field.name) for field in fields(Node)})
 ssh.LOGIN_SECONDS = float(limit)
 login = ssh.Login(ClusterFolder(Path("/nowhere")), "root", Path.home() / ".ssh/id_ed25519")
 tries, connect = 0, ssh.connect
-ssh.CLOCK = lambda: tries  # a second goes by with each, however busy this machine is
+transport.CLOCK = lambda: tries  # a second goes by with each, however busy this machine is
 def counted(*arguments):
     global tries
     tries += 1
@@ -38,29 +38,32 @@ def counted(*arguments):
     return connect(*arguments)
 ssh.connect = counted
 try:
-    connection = ssh.patient_connect(login, node, 5, lambda: None, [host_key])
-    print(ssh.step(connection, node, "echo in"), tries)
+    there = ssh.patient_connect(login, node, 5, lambda: None, [host_key])
+    print(there.run("echo in"), tries)
 except ssh.IcomError as error:
     sys.exit(f"{error} {tries}")
-ssh.CLOCK, looks = time.monotonic, 0
+transport.CLOCK, looks = time.monotonic, 0
 def check():
     global looks
     looks += 1
     if looks > 5:
         raise ssh.IcomError("asked to stop")
+there.check = check
 try:
-    ssh.step(connection, node, "sleep 50", check)
+    there.run("sleep 50")
 except ssh.IcomError as error:
     print(error)
 """
 STALL = """
+there.check = lambda: None
 try:
-    ssh.step(connection, node, "echo $$ > shell; sleep 50", seconds=1)
+    there.run("echo $$ > shell; sleep 50", seconds=1)
 except ssh.IcomError as error:
     print(error)
 print("sending", flush=True)
 try:
-    ssh.send(connection, node, "big", bytes(1 << 30), lambda: print("piece", flush=True), seconds=30)
+    there.check = lambda: print("piece", flush=True)
+    there.send({"big": bytes(1 << 30)}, seconds=30)
 except ssh.IcomError as error:
     print(error)
 """

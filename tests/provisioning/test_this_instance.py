@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,11 +21,10 @@ import pytest
 from icom.errors import IcomError
 from provisioning.bootstrap import FILES
 from provisioning.script import script
-from provisioning.ssh import step
-from provisioning.this_instance import LocalTransport
+from provisioning.transport import LocalTransport
 from tests.support.command import ROOT
 from tests.support.ec2 import REGION
-from tests.support.fake_ssh import FakeConnection, Steps, connector
+from tests.support.fake_ssh import FakeLocal, Steps, connector
 from tests.support.wire import Icom, Wire
 
 Nodes = Callable[[str], list[dict[str, Any]]]
@@ -119,9 +117,7 @@ class Master:
 def steps(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Steps:
     steps = Steps()
     monkeypatch.setattr("provisioning.ssh.connect", connector(steps))
-    monkeypatch.setattr(
-        "provisioning.provision.LocalTransport", lambda: FakeConnection(steps, SimpleNamespace(role="master"))
-    )  # type: ignore[arg-type]
+    monkeypatch.setattr("provisioning.provision.LocalTransport", lambda name, check: FakeLocal(steps, check))
     monkeypatch.setattr("provisioning.project.archive", lambda: b"")
     monkeypatch.setattr("provisioning.project.digest", lambda: f"content-of-{request.node.name}")
     return steps
@@ -373,22 +369,20 @@ def test_key_with_a_passphrase_is_refused(make: Icom, wire: Wire, tmp_path: Path
 def test_here_is_like_a_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
-    here: Any = LocalTransport()
-    node: Any = SimpleNamespace(role="master", id="i-1")
-    check = lambda: None  # noqa: E731
-    assert step(here, node, "pwd; echo ${MASTER_ADDR-none}; cat", check).split() == [str(tmp_path), "none"]
+    here = LocalTransport("master (i-1)")
+    assert here.run("pwd; echo ${MASTER_ADDR-none}; cat").split() == [str(tmp_path), "none"]
     with pytest.raises(IcomError, match=r"master \(i-1\): exit code 3 of: .*\n  no such luck"):
-        step(here, node, "echo no such luck >&2; exit 3", check)
+        here.run("echo no such luck >&2; exit 3")
     with pytest.raises(IcomError, match=r"no end after 0.2 s"):
-        step(here, node, "sleep 36000; true", check, 0.2)  # type: ignore[arg-type]
+        here.run("sleep 36000; true", seconds=0.2)
 
 
 def test_ctrl_c_at_the_terminal_does_not_reach_the_step(tmp_path: Path) -> None:
     """The terminal signals all of its foreground group: the step has to go on, to be undone in order."""
     code = (
-        "import signal, sys; from provisioning.this_instance import LocalTransport\n"
+        "import signal, sys; from provisioning.transport import LocalTransport\n"
         "signal.signal(signal.SIGINT, lambda *_: None); print('ready', flush=True)\n"
-        "print(LocalTransport().run('echo $$ > pid; sleep 0.5; echo whole').join().stdout)"
+        "print(LocalTransport('here').run('echo $$ > pid; sleep 0.5; echo whole'))"
     )
     environment = os.environ | {"HOME": str(tmp_path)}
     with subprocess.Popen(
@@ -404,9 +398,8 @@ def test_ctrl_c_at_the_terminal_does_not_reach_the_step(tmp_path: Path) -> None:
 def test_files_of_the_user_are_kept_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hosts file that icom replaces first is the user's; those that it replaces later are its own."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    node: Any = SimpleNamespace(role="master", id="i-1")
     for text in ("the user's", "icom's"):
         (tmp_path / "hosts").write_text(text)
-        step(LocalTransport(), node, script("keep_files", *FILES), lambda: None)
+        LocalTransport("here").run(script("keep_files", *FILES))
     assert (tmp_path / "hosts.before_icom").read_text() == "the user's"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hosts", "hosts.before_icom"]

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,9 +31,9 @@ from icom.models.loading import BUNDLE
 from provisioning.cluster import Node, role_names
 from provisioning.config import WhereConfig
 from provisioning.folder import ClusterFolder
+from provisioning.openssh import OpenSsh
 from provisioning.script import Script
 from provisioning.train_on import RemoteTraining, check_ready
-from provisioning.transfer import OpenSsh
 from tests.support.command import ROOT, Result
 from tests.support.hosts import HOME, Cluster, Host, cluster
 from tests.support.mpi import ranks
@@ -350,7 +351,7 @@ def test_nodes_with_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """The question is asked in bash here, where the driver's device is a file."""
 
     class Bash(OpenSsh):
-        def ask(self, what: str, command: str | Script) -> str:
+        def run(self, command: str | Script, **_: Any) -> str:
             assert isinstance(command, Script)
             words = ["bash", "-c", command.line.replace("/dev/nvidiactl", str(device))]
             return subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True).stdout

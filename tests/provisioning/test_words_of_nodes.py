@@ -13,6 +13,7 @@ import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -28,11 +29,11 @@ from provisioning.cluster import role_names
 from provisioning.config import WhereConfig
 from provisioning.folder import ClusterFolder, name_before_launch
 from provisioning.hostkeys import KeyPair
+from provisioning.openssh import OpenSsh
 from provisioning.progress import Progress
 from provisioning.script import Script
 from provisioning.ssh import Login
 from provisioning.train_on import RemoteTraining, check_ready
-from provisioning.transfer import OpenSsh, download
 from tests.support import fake_ssh
 from tests.support.command import Result
 from tests.support.fake_ssh import Steps
@@ -130,13 +131,13 @@ class Says(OpenSsh):
 
     text = ""
 
-    def ask(self, what: str, command: str | Script) -> str:
+    def run(self, command: str | Script, **_: Any) -> str:
         return self.text
 
 
 def said(text: str) -> Says:
     way = Says(Path("/nowhere"), "icom-box-master")
-    object.__setattr__(way, "text", text)
+    way.text = text
     return way
 
 
@@ -239,7 +240,7 @@ def test_stream_of_a_node(name: str, master: Callable[[str], OpenSsh], tmp_path:
     way = master(f"cat {tmp_path / 'stream'}")
     before = set(tmp_path.rglob("*"))
     try:
-        count = download(way, "runs/x", "out", target)
+        count = way.fetch("runs/x", "out", target)
     except IcomError as error:
         assert obeyed(str(error)) == []
         count = 0
@@ -262,7 +263,7 @@ def test_stream_of_an_honest_node(master: Callable[[str], OpenSsh], tmp_path: Pa
     (out.parent / "learned.safetensors").write_text("2")
     (out.parent / "latest").symlink_to("checkpoint-1")
     way = master(f'for last; do :; done; cd {tmp_path}; eval "exec $last"')
-    assert download(way, "runs/x", "o u t", tmp_path / "back") == 2
+    assert way.fetch("runs/x", "o u t", tmp_path / "back") == 2
     assert (tmp_path / "back/checkpoint-1/a.safetensors").read_bytes() == b"1" * 100_000
     assert not (tmp_path / "back/latest").exists()
 
@@ -272,10 +273,10 @@ def test_what_a_training_prints_far_away(master: Callable[[str], OpenSsh], tmp_p
     (tmp_path / "said").write_text(f"step 1\r step 2\n{SCREEN} ü\n")
     way = master(f"cat > /dev/null; cat {tmp_path / 'said'}; cat {tmp_path / 'said'} >&2")
     code = (
-        "from pathlib import Path; from provisioning import train_on as t; from provisioning.transfer import OpenSsh;"
+        "from pathlib import Path; from provisioning import train_on as t; from provisioning.openssh import OpenSsh;"
         "from provisioning.config import WhereConfig;"
         "training = t.RemoteTraining(WhereConfig(cluster='box'), '1', Path('out'));"
-        f"t._train(OpenSsh(Path('c'), {way.host!r}), training, [], '')"
+        f"t._train(OpenSsh(Path('c'), {way.name!r}), training, [], '')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     for stream in (done.stdout, done.stderr):

@@ -1,6 +1,7 @@
 """Nodes that say yes to everything, for tests of what EC2 is asked; tests/provisioning/test_nodes.py has real ones.
 
-Every step of provisioning.ssh passes here: `steps` tells which, and one of them can fail.
+They stand where fabric does, so that waiting, timeouts and errors are provisioning's own. Every step passes here:
+`steps` tells which, and one of them can fail.
 """
 
 from __future__ import annotations
@@ -11,17 +12,19 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from types import SimpleNamespace, TracebackType
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from icom.errors import IcomError
 from provisioning.cluster import Node
 from provisioning.health import AMX_FLAGS
 from provisioning.hostkeys import make_key
 from provisioning.on_node import MARK, Facts
-from provisioning.ssh import Login
+from provisioning.ssh import Login, SshTransport
 
 FACTS = json.dumps(asdict(Facts({"torch": "2"}, {}, sorted(AMX_FLAGS), "6.8", {})))
 
@@ -47,7 +50,7 @@ class Steps:
         self.at, self.fault = at, fault
 
     def clock(self) -> float:
-        """What the time is, for provisioning.ssh."""
+        """What the time is, for provisioning.transport."""
         return time.monotonic() + self.passed
 
     def pause(self, seconds: float) -> None:
@@ -79,12 +82,7 @@ class FakeConnection:
         self._steps, self._node = steps, node
         self.transport = SimpleNamespace(close=lambda: None)
 
-    def __enter__(self) -> FakeConnection:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         pass
 
     def run(self, command: str, **_: Any) -> SimpleNamespace:
@@ -105,7 +103,7 @@ class FakeConnection:
 
         @contextmanager
         def opened(path: str, mode: str) -> Iterator[Any]:
-            done = self._steps.meet(f"{self._node.role}: sftp {path}")
+            done = self._steps.meet(f"{self._node.role}: sftp {path.removesuffix('.new')}")
             if done.failed:
                 raise OSError("no such luck")
             if done.hangs:
@@ -113,7 +111,22 @@ class FakeConnection:
             sink = io.BytesIO()
             yield SimpleNamespace(chmod=lambda mode: None, set_pipelined=lambda on: None, write=sink.write)
 
-        return SimpleNamespace(open=opened)
+        return SimpleNamespace(open=opened, posix_rename=lambda old, new: None)
+
+
+class FakeLocal(SshTransport):
+    """A LocalTransport whose commands pass here too, and whose files."""
+
+    def __init__(self, steps: Steps, check: Callable[[], None]) -> None:
+        node: Any = SimpleNamespace(role="master", label="master (i-here)")
+        super().__init__(FakeConnection(steps, node), node, check)
+        self._steps = steps
+
+    def send(self, files: Mapping[str, bytes | Path], seconds: float = 0) -> None:
+        for path in files:
+            self.check()
+            if self._steps.meet(f"master: write {path}").failed:
+                raise IcomError(f"{self.name}: no such luck")
 
 
 def connector(steps: Steps) -> Callable[..., FakeConnection]:

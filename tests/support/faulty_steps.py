@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
 
 from icom.errors import IcomError
 from provisioning import bootstrap as set_up_steps
-from provisioning import install, ssh
 from provisioning.aws import connect, filters
-from provisioning.cluster import Node, find_nodes
+from provisioning.cluster import find_nodes
 from provisioning.folder import folder_of, name_before_launch
 from provisioning.progress import Progress
-from provisioning.ssh import Login, step
+from provisioning.script import Script
+from provisioning.ssh import Login, SshTransport
 
 FAULTS = {"error": "no such luck", "broken connection": "the connection broke"}
 """Fault -> what is told of it. What the second leaves behind at a step is what the first would at the next one."""
@@ -43,25 +42,23 @@ def main(cluster: str) -> None:
         """How many steps were begun."""
         begun = 0
 
-        def faulty(
-            connection: Any, node: Node, command: str, check: Callable[[], None] = lambda: None, *more: Any
-        ) -> str:
+        def faulty(node: SshTransport, command: str | Script, **options: Any) -> str:
             nonlocal begun
             begun += 1
             if begun - 1 == at:
                 if fault == "error":
                     command = "echo no such luck >&2; exit 3"
                 else:
-                    step(connection, node, command, check, *more)
-                    connection.client.get_transport().sock.close()
+                    run(node, command, **options)
+                    node.connection.client.get_transport().sock.close()
                     command = "true"
-            return step(connection, node, command, check, *more)
+            return run(node, command, **options)
 
-        set_up_steps.step = install.step = ssh.step = faulty
+        run, SshTransport.run = SshTransport.run, faulty  # type: ignore[assignment, method-assign]
         try:
             set_up_steps.bootstrap(login, nodes, 0, 0.5, Progress(Console(quiet=True)), lambda: None)
         finally:
-            set_up_steps.step = install.step = ssh.step = step
+            SshTransport.run = run  # type: ignore[method-assign]
         return begun
 
     set_up_steps.give_environment = set_up_steps.check_health = lambda *arguments: None

@@ -12,14 +12,14 @@ import tempfile
 from contextlib import ExitStack
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 from icom.errors import IcomError
 from provisioning.cluster import Node, role_names
 from provisioning.environment import give_environment
 from provisioning.folder import ClusterFolder
 from provisioning.health import check_health
-from provisioning.ssh import Login, connect
+from provisioning.ssh import Login, SshTransport, connect
+from provisioning.transport import Transport
 
 TYPE = "m7i.4xlarge"
 
@@ -34,14 +34,15 @@ def main(step: str, identity: str, addresses: list[str], keys: list[str]) -> Non
     nodes = tuple(node(n, r, a) for n, (r, a) in enumerate(zip(role_names(len(addresses)), addresses, strict=True)))
     with tempfile.TemporaryDirectory() as empty, ExitStack() as stack:
         folder = ClusterFolder(Path(empty))
-        connections: dict[str, Any] = {}
+        ways: dict[str, Transport] = {}
         for one, key in zip(nodes, keys, strict=True):
             folder.remember([one.id], key)
-            connections[one.id] = stack.enter_context(connect(Login(folder, "root", Path(identity)), one))
+            connection = connect(Login(folder, "root", Path(identity)), one)
+            ways[one.id] = stack.enter_context(SshTransport(connection, one))
         if step == "health":
-            check_health(connections, nodes, TYPE, 0, lambda: None, print)
+            check_health(ways, nodes, TYPE, 0, print)
         else:
-            give_environment(connections, nodes, int(step), lambda: None)
+            give_environment(ways, nodes, int(step))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from icom.commands.generate import draw_together
 from icom.config.demo import DemoConfig
 from icom.config.train import load_train_config
 from icom.methods.embedding_file import load_embedding
-from icom.models import loading
+from icom.models import loading, pipelines
 from icom.progress import progress
 from icom.training.report import grid, save_png
 from icom.training.results import EMBEDDING
@@ -143,7 +143,7 @@ def draw_prompts(prompts: Sequence[str], rows: torch.Tensor | None = None, what:
         what: to show while it takes its time.
     """
     model = loading.load(loading.find("bundled"), torch.float32)
-    pipeline = loading.pipeline_of(model)
+    pipeline = pipelines.pipeline_of(model)
     if rows is not None:
         pipeline.load_textual_inversion({TOKEN: rows}, token=TOKEN)
     pictures = []

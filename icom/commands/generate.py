@@ -20,7 +20,7 @@ from icom.files import make_writable_folder
 from icom.methods.embedding import known_tokens, placeholder_tokens, suggestion
 from icom.methods.embedding_file import Word, find_word
 from icom.methods.prompts import as_taught, check_prompts
-from icom.models import loading
+from icom.models import loading, pipelines
 from icom.progress import progress
 from icom.training.report import A1111_SAMPLERS, drawn_with, grid, save_png
 
@@ -60,7 +60,7 @@ def generate(config: GenerateConfig) -> None:
     for warning in check_prompts(model.tokenizer, prompts, effective, words):
         print(f"icom: {warning}", file=sys.stderr)
     backend.prepare(model)
-    pipeline = loading.pipeline_of(model, config.scheduler)
+    pipeline = pipelines.pipeline_of(model, config.scheduler)
     try:
         pipeline.scheduler.set_timesteps(config.num_inference_steps)
     except (ValueError, IndexError) as error:
@@ -117,7 +117,7 @@ def _teach(model: loading.Model, words: Sequence[Word]) -> None:
                 f"{source.name} (a word of its own, or made with --save_as_full_pipeline?). Leave one of them out, or "
                 f"name the word anew: --embedding FILE={suggestion(word.token)}."
             )
-        loading.pipeline_of(model).load_textual_inversion({word.token: word.rows}, token=word.token)
+        pipelines.pipeline_of(model).load_textual_inversion({word.token: word.rows}, token=word.token)
 
 
 def draw(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from icom.errors import IcomError, UsageError
-from icom.models import hub, single_file
+from icom.models import hub, pipelines, single_file
 from icom.models.architectures import ARCHITECTURES, fill_random
 from icom.models.checks import SCHEDULER, TOKENIZER, check_configs, check_weights
 from icom.models.kinds import CONFIGS, read_json, refuse_other_kinds
@@ -20,7 +20,7 @@ from icom.models.parts import PARTS, Conditioning, Part
 
 if TYPE_CHECKING:
     import torch
-    from diffusers import AutoencoderKL, DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+    from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
     from transformers import CLIPTextModel, CLIPTokenizer
 
 BUNDLE = Path(__file__).parents[1] / "assets" / "model"
@@ -28,17 +28,6 @@ BUNDLE = Path(__file__).parents[1] / "assets" / "model"
 
 MOVED = {"runwayml/stable-diffusion-v1-5": "stable-diffusion-v1-5/stable-diffusion-v1-5"}
 """Models that vanished from the Hub -> their copies there."""
-
-SAMPLERS = {
-    "ddim": "DDIMScheduler",
-    "ddpm": "DDPMScheduler",
-    "dpm++": "DPMSolverMultistepScheduler",
-    "euler": "EulerDiscreteScheduler",
-    "euler_a": "EulerAncestralDiscreteScheduler",
-    "pndm": "PNDMScheduler",
-    "unipc": "UniPCMultistepScheduler",
-}
-"""Names that the field uses -> classes of `diffusers`."""
 
 _VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"))
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -194,7 +183,7 @@ def load(source: ModelSource, dtype: torch.dtype) -> Model:
         noise_scheduler = DDPMScheduler(**schedule)
     else:
         noise_scheduler = _load_part(DDPMScheduler, source.folder, "scheduler")
-        own_sampler(source)
+        pipelines.own_sampler(source)
         for part in PARTS:
             modules[part.name] = _load_weights(part, source, torch.float32 if part.in_float32 else dtype)
             if part.name == "text_encoder":  # before the gigabytes
@@ -230,64 +219,6 @@ def load_tokenizer(source: ModelSource) -> CLIPTokenizer:
     if source.file and source.file.architecture.startswith("sd2"):
         tokenizer.pad_token = "!"  # as Stable Diffusion 2.x was trained; 1.x with the end of text
     return tokenizer
-
-
-def pipeline_of(model: Model, sampler: str = "dpm++") -> StableDiffusionPipeline:
-    """A pipeline over the parts that are in memory already, without safety checker.
-
-    Args:
-        model: its modules are shared, not copied.
-        sampler: a key of SAMPLERS, or "model" for the scheduler that the model ships.
-    """
-    import diffusers
-
-    scheduler: Any = model.noise_scheduler
-    if sampler == "model":
-        scheduler = own_sampler(model.source) or scheduler
-    else:
-        scheduler = _sampler(getattr(diffusers, SAMPLERS[sampler]), scheduler.config, model.source)
-    pipeline = diffusers.StableDiffusionPipeline(
-        vae=model.vae,
-        text_encoder=model.text_encoder,
-        tokenizer=model.tokenizer,
-        unet=model.unet,
-        scheduler=scheduler,
-        safety_checker=None,
-        feature_extractor=None,
-        requires_safety_checker=False,
-    )
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
-
-
-def own_sampler(source: ModelSource) -> Any:
-    """The sampler that a model's folder names; None where there is no folder.
-
-    Raises:
-        IcomError: it names none of diffusers', or its options do not go together.
-    """
-    import diffusers
-
-    if source.folder is None:
-        return None
-    config = read_json(source.folder, SCHEDULER)
-    sampler = getattr(diffusers, config.get("_class_name", "DDPMScheduler"), None)
-    if not (isinstance(sampler, type) and issubclass(sampler, diffusers.SchedulerMixin)):
-        raise IcomError(
-            f"The model in {source.folder} cannot work: _class_name in {SCHEDULER} is {config['_class_name']!r}, no "
-            "scheduler of this version of diffusers. Fetch it again, or take another."
-        )
-    return _sampler(sampler, config, source)
-
-
-def _sampler(sampler: Any, config: Any, source: ModelSource) -> Any:
-    try:
-        return sampler.from_config(config)
-    except Exception as error:  # a sampler's constructor raises nearly anything for options of strangers
-        raise IcomError(
-            f"The scheduler of {source.name} cannot be made from its {SCHEDULER}: {error}. Fetch the model again, or "
-            "take another."
-        ) from error
 
 
 def broken_parts(source: ModelSource, dtype: torch.dtype) -> list[str]:

@@ -27,7 +27,7 @@ A1111_SAMPLERS = {
     "pndm": "PLMS",
     "unipc": "UniPC",
 }
-"""Our names of samplers (icom.models.loading.SAMPLERS) -> A1111's."""
+"""Our names of samplers (icom.models.pipelines.SAMPLERS) -> A1111's."""
 
 
 class Metrics:

@@ -19,7 +19,7 @@ from icom.commands.generate import draw
 from icom.errors import IcomError
 from icom.files import make_writable_folder, write_atomically
 from icom.methods.embedding_file import OPENS_IN, named_by_file
-from icom.models import hub, loading
+from icom.models import hub, loading, pipelines
 from icom.progress import progress
 from icom.training import tracking
 from icom.training.checkpoint import VALIDATION, State
@@ -196,7 +196,7 @@ def _comparison(run: Run, initial: dict[str, torch.Tensor], count: int) -> Image
 
 
 def _draw(run: Run, prompt: str, seeds: list[int], what: str) -> list[Image.Image]:
-    pipeline = loading.pipeline_of(run.model)
+    pipeline = pipelines.pipeline_of(run.model)
     resolution = run.config.resolution
     with run.backend.autocast():
         return [
@@ -208,7 +208,7 @@ def _draw(run: Run, prompt: str, seeds: list[int], what: str) -> list[Image.Imag
 def _save_full_pipeline(source: loading.ModelSource, output: Path, method: Method) -> None:
     """The model as it was, in float32, plus what was learned: loads with StableDiffusionPipeline.from_pretrained."""
     model = loading.load(source, torch.float32)
-    pipeline = loading.pipeline_of(model, sampler="model")
+    pipeline = pipelines.pipeline_of(model, sampler="model")
     method.add_to(pipeline)
     try:
         pipeline.save_pretrained(output, safe_serialization=True)

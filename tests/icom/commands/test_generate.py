@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from icom.config.generate import GenerateConfig
 from icom.methods.embedding_file import save_embedding
-from icom.models import loading
+from icom.models import loading, pipelines
 from icom.training.report import A1111_SAMPLERS, grid, loss_curve, model_card, running_mean
 from tests.support.command import Result
 
@@ -132,7 +132,7 @@ def test_options_have_an_effect(draw: Draw, options: tuple[str, str]) -> None:
     assert pixels(changed).shape == (side, side, 3)
 
 
-@pytest.mark.parametrize("scheduler", ["model", *loading.SAMPLERS])
+@pytest.mark.parametrize("scheduler", ["model", *pipelines.SAMPLERS])
 def test_every_sampler_draws(draw: Draw, scheduler: str) -> None:
     (picture,) = draw("--prompt", "a toy", "--scheduler", scheduler, steps=4).values()
     assert pixels(picture).std() > 1  # neither black nor of one colour
@@ -141,9 +141,9 @@ def test_every_sampler_draws(draw: Draw, scheduler: str) -> None:
 def test_samplers_are_the_ones_on_offer() -> None:
     import diffusers
 
-    assert set(get_args(get_type_hints(GenerateConfig)["scheduler"])) == {"model", *loading.SAMPLERS}
-    assert all(hasattr(diffusers, name) for name in loading.SAMPLERS.values())
-    assert set(A1111_SAMPLERS) == set(loading.SAMPLERS)
+    assert set(get_args(get_type_hints(GenerateConfig)["scheduler"])) == {"model", *pipelines.SAMPLERS}
+    assert all(hasattr(diffusers, name) for name in pipelines.SAMPLERS.values())
+    assert set(A1111_SAMPLERS) == set(pipelines.SAMPLERS)
 
 
 # Prompts, files, grid.

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from icom.methods.embedding import placeholder_tokens
 from icom.methods.embedding_file import load_embedding, save_embedding
-from icom.models import loading
+from icom.models import loading, pipelines
 from tests.support.command import Result, Run, assert_message, assert_refused
 from tests.support.fake_hub import FakeHub, Repository
 
@@ -98,7 +98,7 @@ def test_converted_file_is_in_diffusers_what_the_old_one_was(icom: Run, layout: 
     tables = []
     for file in ("old.pt", "old.safetensors"):
         model = loading.load(loading.find("bundled"), torch.float32)
-        pipeline = loading.pipeline_of(model)
+        pipeline = pipelines.pipeline_of(model)
         pipeline.load_textual_inversion(file)
         ids = [pipeline.tokenizer.convert_tokens_to_ids(name) for name in placeholder_tokens(token, 2)]
         tables.append(model.text_encoder.get_input_embeddings().weight[ids])

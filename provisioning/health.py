@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 import statistics
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from icom import names
 from icom.errors import IcomError, Stopped
+from icom.parallel.alike import differences, usual
 from provisioning.cluster import Node
 from provisioning.on_node import MARK, PROFILE, Facts, read_facts
 from provisioning.script import script
@@ -138,25 +138,23 @@ def _packages(facts: Mapping[Node, Facts]) -> Iterator[NodeProblem]:
     for node, found in facts.items():
         for package, why in found.broken.items():
             yield NodeProblem(node, f"{package} cannot be imported ({why})", install)
-    for package in dict.fromkeys(name for found in facts.values() for name in found.versions):
-        having = {node: found.versions[package] for node, found in facts.items() if package in found.versions}
-        usual = _most_common(having.values())
-        for node, version in having.items():
-            if version != usual:
-                yield NodeProblem(node, f"{package} {version}, but {usual} on the others", install)
+    versions = {node: found.versions for node, found in facts.items()}
+    for one in differences(versions, usual(versions.values())):
+        if one.found:
+            yield NodeProblem(one.machine, f"{one.name} {one.found}, but {one.expected} on the others", install)
 
 
 def _interfaces(facts: Mapping[Node, Facts], nodes: tuple[Node, ...]) -> Iterator[NodeProblem]:
     roles = {str(node.private_ip): node.role for node in nodes}
     ways = [name for found in facts.values() for name in found.interfaces.values() if name]
+    common = usual({"interface": name} for name in ways).get("interface")
     for node, found in facts.items():
         for address, name in found.interfaces.items():
             if name is None:
                 yield NodeProblem(node, f"no route to {roles[address]} ({address})", "Put both in one VPC's subnets")
         for name in dict.fromkeys(name for name in found.interfaces.values() if name):
-            usual = _most_common(ways)
-            if name != usual:
-                what = f"reaches the others through the interface {name}, but {usual} is what the others use"
+            if name != common:
+                what = f"reaches the others through the interface {name}, but {common} is what the others use"
                 yield NodeProblem(node, what, "mpirun wants one name everywhere: rename it there (ip link, netplan)")
 
 
@@ -210,11 +208,6 @@ def _why(error: IcomError, node: Node) -> str:
     """What a step said, but for the node's name."""
     why = str(error).removeprefix(f"{node.label}: ")
     return why.replace(f"exit code {TIMED_OUT} of", f"not done within {ALL_REDUCE_SECONDS} s")
-
-
-def _most_common(values: Iterable[str]) -> str:
-    """Of several that are equally common, the first: the master's."""
-    return Counter(values).most_common(1)[0][0]
 
 
 def _in_order(problems: list[NodeProblem], nodes: tuple[Node, ...]) -> list[NodeProblem]:

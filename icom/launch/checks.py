@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from icom.launch.probe import CODE, ICOM, MODEL, MPIRUN, OTHER_COMMIT, PICTURES, Answer, Request, from_line, read_answer
+from icom.parallel.alike import differences
 
 SECONDS_PER_HOST = 120
 """Patience with a host. What takes longest is reading the model: 4 GB at 50 MB/s."""
@@ -104,15 +105,13 @@ def check(targets: list[Target], request: Request, environment: Mapping[str, str
 def _differences(host: str, answer: Answer, answers: Mapping[str, Answer]) -> Iterable[Problem]:
     """Against the first host that answered. What is missing has its own line already."""
     first, reference = next(iter(answers.items()))
-    for name, expected in reference.versions.items():
-        found = answer.versions.get(name, expected)
-        if found != expected:
-            fix = _FIXES.get(name, "make setup-master, there")
-            yield Problem(host, f"{name} {found}, but {expected} on {first}", fix)
-    for name, expected in reference.digests.items():
-        found = answer.digests.get(name, "")
-        if expected and found and found != expected:
-            yield Problem(host, f"{name}: not the same as on {first}", _FIXES.get(name, "copy it there"))
+    for one in differences({host: answer.versions}, reference.versions):
+        if one.found and one.expected:
+            fix = _FIXES.get(one.name, "make setup-master, there")
+            yield Problem(host, f"{one.name} {one.found}, but {one.expected} on {first}", fix)
+    for one in differences({host: answer.digests}, reference.digests):
+        if one.found and one.expected:
+            yield Problem(host, f"{one.name}: not the same as on {first}", _FIXES.get(one.name, "copy it there"))
 
 
 def _too_few_cores(target: Target, answer: Answer) -> Iterable[Problem]:

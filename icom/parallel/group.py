@@ -24,6 +24,7 @@ import torch
 
 from icom import machine
 from icom.errors import IcomError, Stopped, UsageError
+from icom.parallel.alike import differences
 from icom.parallel.liveness import Launchers, Problem, Watch
 from icom.parallel.place import CCL_ENVIRONMENT, SINGLE_PROCESS, Place, export
 from icom.signals import end_process
@@ -191,9 +192,9 @@ class Group:
         """
         leading = json.loads(self.broadcast(json.dumps(facts).encode() if self.leads else None))
         mine = json.loads(json.dumps(facts))
-        differing = [name for name in sorted(leading.keys() | mine.keys()) if leading.get(name) != mine.get(name)]
+        differing = sorted(differences({self.rank: mine}, leading), key=lambda difference: difference.name)
         if differing:
-            listed = ", ".join(f"{name} ({_short(leading.get(name))} | {_short(mine.get(name))})" for name in differing)
+            listed = ", ".join(f"{one.name} ({_short(one.expected)} | {_short(one.found)})" for one in differing)
             raise IcomError(
                 f"{what} of {self.hosts[self.rank]} (rank {self.rank}) are not those of {self.hosts[0]} (rank 0): "
                 f"{listed}. All machines must train the same thing; make them equal and start again."

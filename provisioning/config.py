@@ -48,6 +48,27 @@ class WhereConfig:
     profile: str | None = None
     """Profile in ~/.aws. Default: $AWS_PROFILE, or the credentials in the environment."""
 
+    def __post_init__(self) -> None:
+        """Refuse what cannot work, before AWS is asked anything.
+
+        Raises:
+            UsageError: names the option and how to fix it.
+        """
+        # The name becomes part of the names of EC2 resources, hosts and a folder.
+        if not CLUSTER_NAME.fullmatch(self.cluster):
+            raise UsageError(
+                f"--cluster {self.cluster!r} has to be small letters, digits and hyphens, a letter first, 32 "
+                "characters at most."
+            )
+        if NODE_LIKE.search(self.cluster):
+            raise UsageError(
+                f"--cluster {self.cluster} would be mistaken for a node of another cluster by ssh. Choose another name."
+            )
+        for option in ("wait_minutes", "max_hours"):
+            time = getattr(self, option, None)  # of the commands that have it
+            if time is not None and not 0 < time < 10_000:  # nor is NaN
+                raise UsageError(f"--{option} has to be a positive number below 10000, not {time}.")
+
 
 @dataclass(kw_only=True)
 class InstanceConfig(WhereConfig):
@@ -81,6 +102,24 @@ class InstanceConfig(WhereConfig):
     """Show the plan, check permissions and quotas, and make nothing."""
     yes: bool = False
     """Do not ask before making things that cost money."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for option, parse in PARSED.items():
+            value = getattr(self, option, None)
+            for one in value if isinstance(value, list) else [] if value is None else [value]:
+                _check_option(option, parse, one)
+        if self.ssh_from is not None:
+            ssh_source(self.ssh_from, self.ssh_from_anywhere)
+        elif self.ssh_from_anywhere:
+            raise UsageError(
+                "--ssh_from_anywhere allows a wide --ssh_from, such as 0.0.0.0/0: give that too, or drop it."
+            )
+        if self.key_file and not self.key_name:
+            raise UsageError("--key_file is the private half of --key_name: give both, or neither.")
+        if self.key_name:
+            _check_option("key_file", names.ssh_path, key_file(self))
+            check_key_file(key_file(self))
 
 
 @dataclass(kw_only=True)
@@ -116,6 +155,15 @@ class ProvisionConfig(InstanceConfig):
     """Add one line to ~/.ssh/config, so that `ssh icom-NAME` and editors find the nodes. `icom teardown` removes it."""
     config: str | None = None
     """YAML file with these options; flags go first."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.from_this_instance and not (self.bake and self.setup):
+            raise UsageError("--from_this_instance makes an image and sets nodes up: drop --no_bake and --no_setup.")
+        if self.volume_gb < (least := LEAST_GB[self.setup]):
+            raise UsageError(f"--volume_gb has to be at least {least}, not {self.volume_gb}: the system has to fit.")
+        if self.spot and self.capacity_reservation:
+            raise UsageError("--spot instances cannot start in a --capacity_reservation: drop one of them.")
 
 
 @dataclass(kw_only=True)
@@ -201,34 +249,6 @@ class PullConfig(WhereConfig):
     """master, worker-1, worker-2, …"""
 
 
-def check_instance_config(config: InstanceConfig) -> None:
-    """Refuse what no instance can be, before AWS is asked anything.
-
-    Raises:
-        UsageError: names the option and how to fix it.
-    """
-    check_cluster_name(config.cluster)
-    check_wait_minutes(config.wait_minutes)
-    for option, parse in PARSED.items():
-        for value in _values(config, option):
-            _check_option(option, parse, value)
-    if config.ssh_from is not None:
-        ssh_source(config.ssh_from, config.ssh_from_anywhere)
-    elif config.ssh_from_anywhere:
-        raise UsageError("--ssh_from_anywhere allows a wide --ssh_from, such as 0.0.0.0/0: give that too, or drop it.")
-    if config.key_file and not config.key_name:
-        raise UsageError("--key_file is the private half of --key_name: give both, or neither.")
-    if config.key_name:
-        _check_option("key_file", names.ssh_path, key_file(config))
-        check_key_file(key_file(config))
-
-
-def _values(config: InstanceConfig, option: str) -> list[str]:
-    """What an option was given, as a list; it is not one of `config`, or was not given: none."""
-    value = getattr(config, option, None)
-    return value if isinstance(value, list) else [] if value is None else [value]
-
-
 def _check_option(option: str, parse: Callable[[Any], object], value: object) -> None:
     try:
         parse(value)
@@ -246,7 +266,10 @@ def load_provision_config(flags: Mapping[str, Any]) -> ProvisionConfig:
     config = merge(ProvisionConfig, chosen, flags.get("config"))
     if config.from_this_instance and (fixed := sorted(AS_THIS_INSTANCE & set().union(*chosen))):
         raise UsageError(f"The workers' {', '.join(fixed)} are this instance's with --from_this_instance: drop it.")
-    check_provision_config(config)
+    if config.count < 1:
+        raise UsageError(f"--count has to be at least 1 (a master alone), not {config.count}.")
+    if config.from_this_instance and config.count < 2:
+        raise UsageError("--from_this_instance: this instance is the first of --count, which has to be 2 or more.")
     return config
 
 
@@ -254,58 +277,6 @@ def as_options(where: WhereConfig) -> str:
     """` --cluster NAME`, with region and profile where they were given: for commands that are shown, to be typed."""
     options = (("cluster", where.cluster), ("region", where.region), ("profile", where.profile))
     return "".join(f" --{name} {shlex.quote(value)}" for name, value in options if value)
-
-
-def check_cluster_name(name: str) -> None:
-    """The name becomes part of the names of EC2 resources, hosts and a folder.
-
-    Raises:
-        UsageError: it has other characters, or is too long.
-    """
-    if not CLUSTER_NAME.fullmatch(name):
-        raise UsageError(
-            f"--cluster {name!r} has to be small letters, digits and hyphens, a letter first, 32 characters at most."
-        )
-    if NODE_LIKE.search(name):
-        raise UsageError(
-            f"--cluster {name} would be mistaken for a node of another cluster by ssh. Choose another name."
-        )
-
-
-def check_provision_config(config: ProvisionConfig) -> None:
-    """Refuse what cannot work, before AWS is asked anything.
-
-    Raises:
-        UsageError: names the option and how to fix it.
-    """
-    check_instance_config(config)
-    if config.count < 1:
-        raise UsageError(f"--count has to be at least 1 (a master alone), not {config.count}.")
-    if config.from_this_instance:
-        if config.count < 2:
-            raise UsageError("--from_this_instance: this instance is the first of --count, which has to be 2 or more.")
-        if not (config.bake and config.setup):
-            raise UsageError("--from_this_instance makes an image and sets nodes up: drop --no_bake and --no_setup.")
-    if config.volume_gb < (least := LEAST_GB[config.setup]):
-        raise UsageError(f"--volume_gb has to be at least {least}, not {config.volume_gb}: the system has to fit.")
-    if config.max_hours is not None:
-        _check_time("max_hours", config.max_hours)
-    if config.spot and config.capacity_reservation:
-        raise UsageError("--spot instances cannot start in a --capacity_reservation: drop one of them.")
-
-
-def check_wait_minutes(value: float) -> None:
-    """One rule for all commands that wait.
-
-    Raises:
-        UsageError: it is no time.
-    """
-    _check_time("wait_minutes", value)
-
-
-def _check_time(name: str, value: float) -> None:
-    if not 0 < value < 10_000:  # nor is NaN
-        raise UsageError(f"--{name} has to be a positive number below 10000, not {value}.")
 
 
 def ssh_source(text: str, anywhere: bool) -> ipaddress.IPv4Network:

@@ -6,7 +6,7 @@ from icom.errors import UsageError
 from icom.names import plain
 from provisioning.aws import Aws, connect, explained, filters, wait_for
 from provisioning.cluster import Cluster, Node, find_cluster, find_nodes, find_outside_master
-from provisioning.config import StartConfig, StatusConfig, StopConfig, check_cluster_name, check_wait_minutes
+from provisioning.config import StartConfig, StatusConfig, StopConfig
 from provisioning.ec2 import ssh_from
 from provisioning.folder import folder_of
 
@@ -15,7 +15,6 @@ def status(config: StatusConfig) -> None:
     """`icom status`."""
     from rich.console import Console
 
-    check_cluster_name(config.cluster)
     console = Console(highlight=False)
     with explained():
         aws = connect(config.region, config.profile)
@@ -98,8 +97,6 @@ def start(config: StartConfig) -> None:
 
 
 def _nodes(config: StartConfig | StopConfig) -> tuple[Aws, list[Node]]:
-    check_cluster_name(config.cluster)
-    check_wait_minutes(config.wait_minutes)
     aws = connect(config.region, config.profile)
     nodes = find_nodes(aws, filters(tag_cluster=config.cluster))
     if not nodes:

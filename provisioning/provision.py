@@ -14,7 +14,7 @@ from provisioning.aws import Aws, add_console, connect, explained
 from provisioning.bootstrap import bootstrap
 from provisioning.build import build
 from provisioning.cluster import Cluster, Node, find_cluster
-from provisioning.config import BakeConfig, ProvisionConfig, as_options, check_instance_config, key_file
+from provisioning.config import BakeConfig, ProvisionConfig, as_options, key_file
 from provisioning.ec2 import LostTags, keep_rules, rehearse, restore_rules
 from provisioning.environment import IN_ENVIRONMENT
 from provisioning.folder import ClusterFolder, folder_of
@@ -51,7 +51,6 @@ def bake(config: BakeConfig) -> None:
     Raises:
         UsageError, IcomError, Stopped: as provision.
     """
-    check_instance_config(config)
     own = {field.name: getattr(config, field.name) for field in fields(BakeConfig)}
     _make(ProvisionConfig(**own, count=0), only_image=True)
 

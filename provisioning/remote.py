@@ -15,7 +15,6 @@ from provisioning.config import (
     SshConfig,
     WhereConfig,
     as_options,
-    check_cluster_name,
 )
 from provisioning.folder import ClusterFolder, folder_of, ssh_names
 from provisioning.openssh import OpenSsh
@@ -56,7 +55,6 @@ def reachable_folder(where: WhereConfig, node: str | None) -> ClusterFolder:
         UsageError: there is no such cluster, it was not made on this computer, has no such node, or a node does not
             run.
     """
-    check_cluster_name(where.cluster)
     with explained():
         aws = connect(where.region, where.profile)
         folder = folder_of(aws.account, aws.region, where.cluster)

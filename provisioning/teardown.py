@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 from icom.errors import IcomError, UsageError
 from provisioning.aws import POLL_SECONDS, Aws, connect, error_code, explained, filters, pages, wait_for, when_visible
 from provisioning.cluster import RAW, TAG_CLUSTER, TAG_MASTER, TAG_ROLE, TAG_RUN, find_nodes, tags_of
-from provisioning.config import TeardownConfig, as_options, check_cluster_name, check_wait_minutes
+from provisioning.config import TeardownConfig, as_options
 from provisioning.folder import folder_of, places_of
 from provisioning.sshinclude import remove_include_if_unused
 from provisioning.strays import Stray, find_strays, in_words
@@ -61,8 +61,6 @@ def teardown(config: TeardownConfig) -> None:
     Raises:
         IcomError: something is left.
     """
-    check_cluster_name(config.cluster)
-    check_wait_minutes(config.wait_minutes)
     with explained():
         aws = connect(config.region, config.profile)
         folder = folder_of(aws.account, aws.region, config.cluster)  # of this account's cluster, not of its namesakes

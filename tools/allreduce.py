@@ -48,19 +48,22 @@ class AllreduceConfig:
     output: Path = Path("benchmarks/allreduce.json")
     """File for the result."""
 
+    def __post_init__(self) -> None:
+        """Raises: UsageError for impossible numbers."""
+        if min(self.hosts, default=0) < 2 or min(self.rates, default=0) <= 0 or self.repeats < 1:
+            raise UsageError("--hosts takes numbers from 2 up, --rates numbers above 0, --repeats a number from 1 up.")
+
 
 def allreduce(config: AllreduceConfig) -> None:
     """Measure, print beside the model's figures, and write.
 
     Raises:
-        UsageError: impossible numbers, or no right to make network namespaces.
+        UsageError: no right to make network namespaces.
         IcomError: a host failed.
     """
     from icom.bench.command import machine
     from tools.scaling import allreduce_table
 
-    if min(config.hosts, default=0) < 2 or min(config.rates, default=0) <= 0 or config.repeats < 1:
-        raise UsageError("--hosts takes numbers from 2 up, --rates numbers above 0, --repeats a number from 1 up.")
     if os.geteuid() or not all(map(shutil.which, ("ip", "tc"))):
         raise UsageError("This needs root, and `ip` and `tc` (Debian: apt-get install iproute2): it makes networks.")
     rows = []

@@ -55,6 +55,20 @@ class ScalingConfig:
     document: Path = Path("docs/scaling.md")
     """Document whose tables are replaced; the plot goes beside it as PNG."""
 
+    def __post_init__(self) -> None:
+        """Raises: UsageError for impossible numbers."""
+        for name in ("hosts", "cores"):
+            values = getattr(self, name)
+            if not values or min(values) < 1:
+                raise UsageError(f"--{name} takes one or more numbers from 1 up.")
+        if self.bandwidth <= 0:
+            raise UsageError(
+                "--bandwidth has to be above 0 Gbit/s (`inf` is a network that costs nothing but latency)."
+            )
+        for name in ("latency", "spread"):
+            if getattr(self, name) < 0:
+                raise UsageError(f"--{name} must not be negative.")
+
 
 @dataclass(frozen=True)
 class Network:
@@ -187,10 +201,9 @@ def scaling(config: ScalingConfig) -> None:
     """Compute, print, and write tables and plot.
 
     Raises:
-        UsageError: impossible numbers, or a measurement without the usual script's.
+        UsageError: a measurement without the usual script's.
         IcomError: a file cannot be read or written.
     """
-    _check(config)
     measured = _read(config.measured, "icom bench --compare reference --json")
     try:
         computed = {cores: curves(config, measured, cores) for cores in config.cores}
@@ -206,18 +219,6 @@ def scaling(config: ScalingConfig) -> None:
     print("\n".join(tables.values()))
     write_atomically(config.document, _fill(config.document, tables).encode(), "--document")
     write_atomically(config.document.with_suffix(".png"), _plot(config, computed), "--document")
-
-
-def _check(config: ScalingConfig) -> None:
-    for name in ("hosts", "cores"):
-        values = getattr(config, name)
-        if not values or min(values) < 1:
-            raise UsageError(f"--{name} takes one or more numbers from 1 up.")
-    if config.bandwidth <= 0:
-        raise UsageError("--bandwidth has to be above 0 Gbit/s (`inf` is a network that costs nothing but latency).")
-    for name in ("latency", "spread"):
-        if getattr(config, name) < 0:
-            raise UsageError(f"--{name} must not be negative.")
 
 
 def _read(path: Path, made_by: str) -> dict[str, Any]:

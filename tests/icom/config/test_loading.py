@@ -181,6 +181,9 @@ def test_a_configuration_checks_itself() -> None:
         "bench --sweep_batch_sizes 2 0": "--sweep_batch_sizes takes one or more numbers from 1 up",
         "bench --ranks 1,a": "--ranks takes numbers of processes from 1 up",
         "bench --ranks 1,2 --sweep x": "drop --sweep and --compare",
+        "stop --wait_minutes 0": "--wait_minutes has to be a positive number",
+        "bake --ssh_from_anywhere": "give that too",
+        "push --cluster Big x": "--cluster 'Big' has to be small letters",
         "demo --num_images 0": "--num_images has to be at least 1",
     }.items():
         with pytest.raises(UsageError, match=message):

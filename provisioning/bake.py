@@ -6,6 +6,7 @@ Never a node's disk: that has keys, pictures and tokens on it. The instance is e
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ from provisioning.cluster import Node
 from provisioning.ec2 import unless_made
 from provisioning.images import Image, wait_for_image
 from provisioning.install import install
-from provisioning.launches import Launches, launch_somewhere, with_addresses
+from provisioning.launches import launch_somewhere, with_addresses
 from provisioning.plan import Plan, builder_plan, image_request, raw_image_request
-from provisioning.progress import Progress
+from provisioning.rollback import Call
 from provisioning.script import script
-from provisioning.ssh import Login, patient_connect
+from provisioning.ssh import patient_connect
 from provisioning.teardown import delete_if_there, end_nodes
 
 IMAGE_MINUTES = 60
@@ -29,67 +30,65 @@ SCRUB = Path(__file__).with_name("scrub.py")
 _SCRUB = ".icom-scrub.py"
 
 
-def bake_image(
-    aws: Aws, plan: Plan, group: str, client_key: str | None, login: Login, launches: Launches, progress: Progress
-) -> Image:
+def bake_image(call: Call, source: Image, group: str, client_key: str | None) -> Image:
     """Make the nodes' image.
 
     Args:
-        aws: the connection.
-        plan: whose `image` is what to start from, and whose `content` the tag that the image gets.
+        call: whose plan has the tag that the image gets.
+        source: what to start from.
         group: id of the security group.
         client_key: public key that the instance lets in besides the EC2 key pair's; None for none.
-        login: how to get in.
-        launches: told of the instance.
-        progress: told what is going on.
 
     Returns:
         The image, ready to start from.
 
     Raises:
-        IcomError, botocore's errors: the caller removes what carries the tag of the plan's run.
+        IcomError, botocore's errors: `rollback` removes what carries the tag of the plan's run.
     """
+    aws, progress, minutes = call.aws, call.progress, call.plan.config.wait_minutes
+    plan = replace(call.plan, image=source)
     with progress.doing("builder", "starting"):
         launch = builder_plan(plan)
-        (id,) = launch_somewhere(aws, launch, group, client_key, login.folder, launches, progress.say)
-        wait_for(aws, "running", [id], plan.config.wait_minutes)
+        (id,) = launch_somewhere(aws, launch, group, client_key, call.login.folder, call.launches, progress.say)
+        wait_for(aws, "running", [id], minutes)
         (builder,) = with_addresses(aws, plan, filters(instance_id=id), 1)
-    _bootstrap_builder(plan, builder, login, launches, progress)
+    _bootstrap_builder(call, builder)
     with progress.doing("builder", "stopping"):
         aws.ec2.stop_instances(InstanceIds=[id])
-        wait_for(aws, "stopped", [id], plan.config.wait_minutes)
+        wait_for(aws, "stopped", [id], minutes)
     with progress.doing("builder", "EC2 makes an image of its disk"):
         image = _image(aws, plan, image_request(plan, id))
     with progress.doing("builder", "ending"):
-        end_nodes(aws, [id], plan.config.wait_minutes)
-        launches.ids.clear()
+        end_nodes(aws, [id], minutes)
+        call.launches.ids.clear()
     progress.say(f"image {image.id}, with icom in it")
     return image
 
 
-def _bootstrap_builder(plan: Plan, builder: Node, login: Login, launches: Launches, progress: Progress) -> None:
+def _bootstrap_builder(call: Call, builder: Node) -> None:
+    progress = call.progress
     with progress.doing("builder", "booting"):
-        node = patient_connect(login, builder, plan.config.wait_minutes, launches.check)
+        node = patient_connect(call.login, builder, call.plan.config.wait_minutes, call.launches.check)
     with node:
         with progress.doing("builder", "finishing its boot"):
             node.run(script("wait_for_boot"), seconds=BOOT_SECONDS)
-        install(node, builder.role, plan.gpus, progress)
+        install(node, builder.role, call.plan.found.gpus, progress)
         with progress.doing("builder", "scrubbing keys, tokens, histories and logs"):
             node.send({_SCRUB: SCRUB})
             node.run(script("scrub", _SCRUB, builder.id, as_root=True))
 
 
-def image_this_instance(aws: Aws, plan: Plan, progress: Progress) -> Image:
+def image_this_instance(call: Call) -> Image:
     """Make an image of the running instance that this runs on, for a builder to start from.
 
     It holds all that the user has on this disk: the caller removes it as soon as the nodes' image is made.
 
     Raises:
-        IcomError, botocore's errors: as bake.
+        IcomError, botocore's errors: as bake_image.
     """
-    with progress.doing("master", "EC2 makes an image of this instance's disk, which goes on running"):
+    with call.progress.doing("master", "EC2 makes an image of this instance's disk, which goes on running"):
         os.sync()  # EC2 copies what is on the disk
-        return _image(aws, plan, raw_image_request(plan))
+        return _image(call.aws, call.plan, raw_image_request(call.plan))
 
 
 def _image(aws: Aws, plan: Plan, request: dict[str, Any]) -> Image:

@@ -42,10 +42,13 @@ def rehearse(aws: Aws, plan: Plan) -> None:
     if plan.this_instance and plan.join:
         as_it_is = {"NetworkInterfaceId": plan.this_instance.interface, "Groups": list(plan.this_instance.groups)}
         _would(aws.ec2.modify_network_interface_attribute, **as_it_is)
-    if plan.this_instance and plan.bake:
+    if plan.this_instance and plan.found.bake:
         _would(aws.ec2.create_image, **raw_image_request(plan))
-    for launch, role in [(plan, role) for role in plan.roles[:1]] + [(builder_plan(plan), BUILDER)] * plan.bake:
-        request = launch_request(launch, role, plan.subnets[0].id, "", "")
+    launches = [(plan, role) for role in plan.roles[:1]]
+    if plan.found.bake:
+        launches.append((builder_plan(plan), BUILDER))
+    for launch, role in launches:
+        request = launch_request(launch, role, plan.found.subnets[0].id, "", "")
         # What does not exist yet cannot be named.
         del request["NetworkInterfaces"][0]["Groups"]
         del request["ClientToken"]  # it belongs to the real launch
@@ -71,7 +74,7 @@ def _group_request(plan: Plan) -> dict[str, Any]:
     return {
         "GroupName": plan.name,
         "Description": f"icom cluster {plan.config.cluster}",
-        "VpcId": plan.vpc,
+        "VpcId": plan.found.vpc,
         "TagSpecifications": [plan.tags("security-group")],
     }
 
@@ -88,8 +91,8 @@ def _placement_request(plan: Plan) -> dict[str, Any]:
     return {"GroupName": plan.name, "Strategy": "cluster", "TagSpecifications": [plan.tags("placement-group")]}
 
 
-def security_group(aws: Aws, plan: Plan, cluster: Cluster, say: Say) -> str:
-    """The id of the cluster's security group, made if need be, with exactly the plan's rules."""
+def ensure_group(aws: Aws, plan: Plan, cluster: Cluster, say: Say) -> str:
+    """The id of the cluster's security group, made if need be, which lets in what the plan says."""
     found = cluster.group
     if found is None:
         found = unless_made(
@@ -100,21 +103,22 @@ def security_group(aws: Aws, plan: Plan, cluster: Cluster, say: Say) -> str:
             lambda made: aws.ec2.delete_security_group(GroupId=made["GroupId"]),
         )
         say(f"security group {found['GroupId']}")
-    _set_rules(aws, plan, found, say)
+    _open_group(aws, plan, found)
     return str(found["GroupId"])
 
 
 def keep_rules(aws: Aws, plan: Plan, say: Say) -> None:
-    """Bring the rules of the cluster's security group to the plan's once more: one may have come while nodes were made.
-
-    Where the builder is a guest, the rules stay.
-    """
-    if not plan.only_image and (found := _described_group(aws, plan)):
-        _set_rules(aws, plan, found, say)
+    """Bring the rules of the cluster's security group to the plan's again: one may have come while nodes were made."""
+    if found := _described_group(aws, plan):
+        _open_group(aws, plan, found)
+        close_group(aws, plan, found, say)
 
 
-def restore_rules(aws: Aws, before: dict[str, Any]) -> None:
-    """Take back what a call has let into a security group, as EC2 described it before."""
+def restore_rules(aws: Aws, cluster: Cluster) -> None:
+    """Take back what a call has let into a cluster's security group, as that was before."""
+    before = cluster.group
+    if before is None:
+        return
     (now,) = aws.ec2.describe_security_groups(GroupIds=[before["GroupId"]])["SecurityGroups"]
     known = _by_source(before["IpPermissions"])
     if new := [rule for source, rule in _by_source(now["IpPermissions"]).items() if source not in known]:
@@ -122,36 +126,43 @@ def restore_rules(aws: Aws, before: dict[str, Any]) -> None:
 
 
 def _described_group(aws: Aws, plan: Plan) -> dict[str, Any] | None:
-    groups = aws.ec2.describe_security_groups(Filters=filters(group_name=plan.name, vpc_id=plan.vpc))
+    groups = aws.ec2.describe_security_groups(Filters=filters(group_name=plan.name, vpc_id=plan.found.vpc))
     return groups["SecurityGroups"][0] if groups["SecurityGroups"] else None
 
 
-def _set_rules(aws: Aws, plan: Plan, group: dict[str, Any], say: Say) -> None:
-    """Let in what the plan says and nothing else: the caller's address changes from day to day."""
-    from botocore.exceptions import ClientError
-
+def _open_group(aws: Aws, plan: Plan, group: dict[str, Any]) -> None:
+    """Let in what the plan says: the caller's address changes from day to day."""
     id = str(group["GroupId"])
-    wanted = _by_source(ingress_rules(plan, id))
     there = _by_source(group.get("IpPermissions", []))  # none in the answer to its creation
-    for rule in (rule for source, rule in wanted.items() if source not in there):
-        request = {"GroupId": id, "IpPermissions": [rule]}
-        try:
-            when_visible(lambda request=request: aws.ec2.authorize_security_group_ingress(**request))  # type: ignore[misc]
-        except ClientError as error:
-            if error_code(error) != "InvalidPermission.Duplicate":  # the first answer was lost
-                raise
-    stale = {source: rule for source, rule in there.items() if source not in wanted}
-    if stale and not plan.only_image:  # the builder is a guest in the group of a cluster, whose rules stay
-        aws.ec2.revoke_security_group_ingress(GroupId=id, IpPermissions=list(stale.values()))
-        say(f"security group {id} no longer lets in {', '.join(_in_words(*source) for source in stale)}")
+    for source, rule in _by_source(ingress_rules(plan, id)).items():
+        if source not in there:
+            _authorize(aws.ec2.authorize_security_group_ingress, id, rule)
     if plan.config.efa:
         # An adapter's own traffic needs a rule towards the group itself; the default one for all addresses is not it.
         among = {"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": id}]}
-        try:
-            when_visible(lambda: aws.ec2.authorize_security_group_egress(GroupId=id, IpPermissions=[among]))
-        except ClientError as error:
-            if error_code(error) != "InvalidPermission.Duplicate":
-                raise
+        _authorize(aws.ec2.authorize_security_group_egress, id, among)
+
+
+def _authorize(call: Callable[..., Any], group: str, rule: dict[str, Any]) -> None:
+    from botocore.exceptions import ClientError
+
+    try:
+        when_visible(lambda: call(GroupId=group, IpPermissions=[rule]))
+    except ClientError as error:
+        if error_code(error) != "InvalidPermission.Duplicate":  # it was there, or the first answer was lost
+            raise
+
+
+def close_group(aws: Aws, plan: Plan, group: dict[str, Any] | None, say: Say) -> None:
+    """Let nothing else into the cluster's security group, if there was one, than the plan says."""
+    if group is None:
+        return
+    id = str(group["GroupId"])
+    wanted = _by_source(ingress_rules(plan, id))
+    stale = {source: rule for source, rule in _by_source(group["IpPermissions"]).items() if source not in wanted}
+    if stale:
+        aws.ec2.revoke_security_group_ingress(GroupId=id, IpPermissions=list(stale.values()))
+        say(f"security group {id} no longer lets in {', '.join(_in_words(*source) for source in stale)}")
 
 
 def _by_source(rules: list[dict[str, Any]]) -> dict[tuple[Any, ...], dict[str, Any]]:
@@ -194,7 +205,7 @@ def join_group(aws: Aws, instance: ThisInstance, group: str) -> None:
     when_visible(lambda: aws.ec2.modify_network_interface_attribute(NetworkInterfaceId=card, Groups=groups))
 
 
-def key_pair(aws: Aws, plan: Plan, cluster: Cluster, client_key: str, say: Say) -> None:
+def import_key(aws: Aws, plan: Plan, cluster: Cluster, client_key: str, say: Say) -> None:
     if cluster.key:  # of a provision on another computer that launched nothing
         aws.ec2.delete_key_pair(KeyPairId=cluster.key["KeyPairId"])
     unless_made(
@@ -207,7 +218,7 @@ def key_pair(aws: Aws, plan: Plan, cluster: Cluster, client_key: str, say: Say) 
     say(f"key pair {plan.name}")
 
 
-def placement_group(aws: Aws, plan: Plan, say: Say) -> None:
+def make_placement_group(aws: Aws, plan: Plan, say: Say) -> None:
     unless_made(
         lambda: aws.ec2.create_placement_group(**_placement_request(plan)),
         "InvalidPlacementGroup.Duplicate",

@@ -14,7 +14,7 @@ from icom import names
 from icom.errors import UsageError
 from icom.files import write_atomically
 from icom.names import Malformed
-from provisioning.cluster import MASTER, Node, resource_name
+from provisioning.cluster import MASTER, Cluster, Node, resource_name
 from provisioning.hostkeys import make_key
 from provisioning.sshfiles import host_block, known_host
 
@@ -53,8 +53,9 @@ class ClusterFolder:
             write_atomically(self.key.with_suffix(".pub"), f"{made.public} icom\n".encode(), "$ICOM_CLUSTERS_DIR")
         return self.key.with_suffix(".pub").read_text().strip()
 
-    def has_key(self, public_key: str) -> bool:
-        """Whether the cluster's ssh key here is this one, whatever comment either has."""
+    def has_client_key(self, cluster: Cluster) -> bool:
+        """Whether the ssh key here is that of the cluster's key pair, whatever comment either has."""
+        public_key = cluster.key["PublicKey"] if cluster.key else ""
         public = self.key.with_suffix(".pub")
         return self.key.exists() and public.exists() and public.read_text().split()[:2] == public_key.split()[:2] != []
 

@@ -55,7 +55,7 @@ def launch_somewhere(
     for role, key in keys.items():
         folder.remember([name_before_launch(plan.run, role)], key.public)
     refusals = []
-    for subnet in plan.subnets:
+    for subnet in plan.found.subnets:
         ids = []
         try:
             for role in plan.roles:

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import NoReturn
@@ -19,7 +19,7 @@ from icom.errors import IcomError
 from icom.files import write_error
 from provisioning.relay import showing
 from provisioning.script import Script
-from provisioning.transport import LocalProcess, Running, Transport
+from provisioning.transport import Running, Transport, start_here
 
 NO_CONNECTION = 255
 """Exit code of ssh itself, when there is no connection or no longer one."""
@@ -39,17 +39,16 @@ class OpenSsh(Transport):
         line = command.line if isinstance(command, Script) else command
         return ["ssh", "-T", "-F", str(self.ssh_config), "--", self.name, line]
 
-    def become(self, command: str | None = None) -> NoReturn:
-        """Go on as ssh: with a command, or else a login; its exit code is ours."""
-        _become(["ssh", "-F", str(self.ssh_config), "--", self.name, *([] if command is None else [command])])
-
-    def become_push(self, source: str, target: str) -> NoReturn:
-        """Go on as the scp that copies a file or folder to the node."""
-        _become(["scp", "-r", "-p", "-F", str(self.ssh_config), "--", source, f"{self.name}:{target}"])
-
-    def become_pull(self, source: str, target: str) -> NoReturn:
-        """Go on as the scp that copies a file or folder from the node."""
-        _become(["scp", "-r", "-p", "-F", str(self.ssh_config), "--", f"{self.name}:{source}", target])
+    def become(self, program: str, *words: str) -> NoReturn:
+        """Go on as ssh or scp, with more words after its options; its exit code is ours."""
+        options = {"ssh": [], "scp": ["-r", "-p"]}[program]
+        sys.stdout.flush()
+        try:
+            os.execvp(program, [program, *options, "-F", str(self.ssh_config), "--", *words])
+        except FileNotFoundError as error:
+            raise IcomError(
+                f"This needs OpenSSH's {program}. Debian, Ubuntu: apt-get install openssh-client"
+            ) from error
 
     def send(self, files: Mapping[str, bytes | Path]) -> None:
         """Write files in their order, as one stream."""
@@ -111,20 +110,11 @@ class OpenSsh(Transport):
             raise IcomError(self._failed("Fetching the results", process.returncode))
         return count
 
-    def _start(self, line: str) -> Running:
-        return LocalProcess(self.argv(line))
+    def _start(self, line: str, on_line: Callable[[str], None] | None) -> Running:
+        return start_here(self.argv(line))
 
     def _why(self, code: int) -> str:
         return "ssh has no connection" if code == NO_CONNECTION else super()._why(code)
-
-
-def _become(argv: list[str]) -> NoReturn:
-    """Go on as another program, whose exit code is ours."""
-    sys.stdout.flush()
-    try:
-        os.execvp(argv[0], argv)
-    except FileNotFoundError as error:
-        raise IcomError(f"This needs OpenSSH's {argv[0]}. Debian, Ubuntu: apt-get install openssh-client") from error
 
 
 def _below(entry: tarfile.TarInfo, name: str, target: Path) -> str:

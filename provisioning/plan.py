@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ipaddress
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from provisioning.cluster import (
     ALIVE,
     BUILDER,
     ENDS_FORMAT,
+    MASTER,
     RAW,
     TAG_BASE,
     TAG_CLUSTER,
@@ -31,7 +32,7 @@ from provisioning.config import ProvisionConfig, as_options
 
 if TYPE_CHECKING:
     from provisioning.images import Image
-    from provisioning.survey import Subnet, Survey
+    from provisioning.survey import Survey
     from provisioning.this_instance import ThisInstance
 
 BUILDER_GB, BUILDER_GB_MORE = 30, 20
@@ -50,22 +51,13 @@ class Plan:
     roles: tuple[str, ...]
     """Nodes to launch."""
     there: tuple[Node, ...]
-    vpc: str
-    subnets: tuple[Subnet, ...]
+    found: Survey
+    """What the region offers; with the image to bake from, if it says so."""
     image: Image
-    bake: bool
-    """Whether the nodes' image is to be made first, from `image`."""
-    content: str | None
-    """Digest of the project in the nodes' image; None where it is to hold nothing of icom."""
-    gpus: int
-    """Of each node."""
-    ssh_from: ipaddress.IPv4Network
-    only_image: bool
-    """No nodes, but the image that they would start from."""
+    """To start from."""
     make_group: bool
     make_key: bool
     make_placement: bool
-    capacity_block: bool
     ends: datetime | None
     this_instance: ThisInstance | None = None
     """The instance that this runs on, where it is the master."""
@@ -101,7 +93,9 @@ def missing_roles(config: ProvisionConfig, cluster: Cluster) -> list[str]:
         IcomError: two nodes have one role.
     """
     check_roles(cluster)
-    wanted = role_names(config.count)[config.from_this_instance :]
+    wanted = role_names(config.count)
+    if config.from_this_instance:
+        wanted.remove(MASTER)
     remedy = f"Tear it down first (icom teardown{as_options(config)}) or choose another --cluster."
     for node in cluster.nodes:
         if node.role not in wanted:
@@ -149,7 +143,8 @@ def make_plan(
     cluster: Cluster,
     found: Survey,
     key_here: bool,
-    only_image: bool = False,
+    roles: Sequence[str] = (),
+    there: tuple[Node, ...] = (),
     this_instance: ThisInstance | None = None,
 ) -> Plan:
     """Lay down what is to be made.
@@ -159,13 +154,13 @@ def make_plan(
         cluster: what exists.
         found: what the region offers.
         key_here: whether the private half of the key pair that `cluster` tells is on this computer.
-        only_image: make no nodes, but the image that they would start from.
+        roles: of the nodes to launch; none where only the image is made that they would start from.
+        there: nodes that go on as they are.
         this_instance: the instance that this runs on, where it is to be the master.
 
     Raises:
-        UsageError: as missing_roles; or the nodes that exist let in a key that is not here.
+        UsageError: the nodes that exist let in a key that is not here.
     """
-    roles = [] if only_image else missing_roles(config, cluster)
     if cluster.key and cluster.nodes and not config.key_name and not key_here:
         raise UsageError(
             f"The key of cluster {config.cluster} is not on this computer: it was made on another one. Go on there, or "
@@ -177,22 +172,15 @@ def make_plan(
         config=config,
         run=f"{now:%Y%m%dT%H%M%S}-{secrets.token_hex(4)}",
         roles=tuple(roles),
-        there=() if only_image else cluster.nodes,
-        vpc=found.subnets[0].vpc,
-        subnets=found.subnets,
+        there=there,
+        found=found,
         image=found.image,
-        bake=found.bake,
-        content=found.content,
-        gpus=found.gpus,
-        ssh_from=found.ssh_from,
-        only_image=only_image,
         make_group=cluster.group is None,
         make_key=not config.key_name and (cluster.key is None or not key_here),
         make_placement=config.placement_group and cluster.placement is None,
-        capacity_block=found.reservation_block,
         ends=_end(config, cluster, now, growing=bool(roles)),
         this_instance=this_instance,
-        join=this_instance is not None and (group not in this_instance.groups),
+        join=this_instance is not None and group not in this_instance.groups,
     )
 
 
@@ -237,7 +225,7 @@ def builder_plan(plan: Plan) -> Plan:
     arm = plan.image.architecture == "arm64"
     config = replace(
         plan.config,
-        instance_type=("m7g.2xlarge" if arm else "m7i.2xlarge") if plan.gpus else plan.config.instance_type,
+        instance_type=("m7g.2xlarge" if arm else "m7i.2xlarge") if plan.found.gpus else plan.config.instance_type,
         volume_gb=min(plan.config.volume_gb, max(BUILDER_GB, plan.image.root_gb + BUILDER_GB_MORE)),
         spot=False,
         placement_group=False,
@@ -246,19 +234,19 @@ def builder_plan(plan: Plan) -> Plan:
         instance_profile=None,
     )
     ends = datetime.now(timezone.utc) + timedelta(hours=BUILDER_HOURS)
-    return replace(plan, config=config, roles=(BUILDER,), capacity_block=False, ends=ends)
+    return replace(plan, config=config, roles=(BUILDER,), ends=ends)
 
 
 def image_request(plan: Plan, builder: str) -> dict[str, Any]:
     """The CreateImage request for the nodes' image."""
-    assert plan.content
+    assert plan.found.content
     tags = {"Name": plan.name, TAG_CLUSTER: plan.config.cluster, TAG_RUN: plan.run}
-    tags |= {TAG_CONTENT: plan.content, TAG_BASE: plan.image.base}
+    tags |= {TAG_CONTENT: plan.found.content, TAG_BASE: plan.image.base}
     described = [{"Key": key, "Value": value} for key, value in tags.items()]
     return {
         "InstanceId": builder,
         # Of all images of the account each has its own; by its beginning it is found where its tags are lost.
-        "Name": f"{plan.name}/{plan.content[:12]}-{plan.run}",
+        "Name": f"{plan.name}/{plan.found.content[:12]}-{plan.run}",
         "Description": f"icom, installed and tested, on {plan.image.base}",
         "TagSpecifications": [{"ResourceType": kind, "Tags": described} for kind in ("image", "snapshot")],
     }
@@ -327,14 +315,14 @@ def launch_request(plan: Plan, role: str, subnet: str, group: str, user_data: st
     if config.capacity_reservation:
         target = {"CapacityReservationId": config.capacity_reservation}
         request["CapacityReservationSpecification"] = {"CapacityReservationTarget": target}
-        if plan.capacity_block:
+        if plan.found.reservation_block:
             request["InstanceMarketOptions"] = {"MarketType": "capacity-block"}
     return request
 
 
 def ingress_rules(plan: Plan, group: str) -> list[dict[str, Any]]:
     """What may reach the nodes: ssh from the caller, and everything from each other."""
-    ssh = {"CidrIp": str(plan.ssh_from), "Description": "ssh from whoever called icom provision"}
+    ssh = {"CidrIp": str(plan.found.ssh_from), "Description": "ssh from whoever called icom provision"}
     among = {"GroupId": group, "Description": "the nodes among themselves"}
     return [
         {"IpProtocol": "tcp", "FromPort": 22, "ToPort": 22, "IpRanges": [ssh]},
@@ -345,5 +333,5 @@ def ingress_rules(plan: Plan, group: str) -> list[dict[str, Any]]:
 def is_complete(plan: Plan) -> bool:
     """Whether there is nothing to make (the rules of an existing security group aside)."""
     running = all(node.state == ALIVE[1] for node in plan.there)
-    make = plan.roles or plan.bake or plan.make_group or plan.make_key or plan.make_placement or plan.join
+    make = plan.roles or plan.found.bake or plan.make_group or plan.make_key or plan.make_placement or plan.join
     return running and not make

@@ -9,15 +9,13 @@ from provisioning.plan import Plan, builder_plan, disk_sizes
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from provisioning.survey import Survey
 
-
-def plan_table(plan: Plan, found: Survey) -> Table:
+def plan_table(plan: Plan) -> Table:
     """The plan for people: every resource with what it costs, and the checks."""
     from rich import box
     from rich.table import Table
 
-    config, prices = plan.config, found.prices
+    config, found, prices = plan.config, plan.found, plan.found.prices
     title = f"Cluster {config.cluster} in {found.region}, account {found.account}"
     table = Table(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE)
     table.add_column("", no_wrap=True)
@@ -28,8 +26,8 @@ def plan_table(plan: Plan, found: Survey) -> Table:
     def row(new: bool, what: str, hour: float | None = 0.0, month: float | None = 0.0) -> None:
         table.add_row("+" if new else "there", what, _dollars(hour), _dollars(month))
 
-    anywhere = " (the whole internet)" if plan.ssh_from.prefixlen == 0 else ""
-    row(plan.make_group, f"security group {plan.name}: ssh from {plan.ssh_from}{anywhere}, all among the nodes")
+    anywhere = " (the whole internet)" if found.ssh_from.prefixlen == 0 else ""
+    row(plan.make_group, f"security group {plan.name}: ssh from {found.ssh_from}{anywhere}, all among the nodes")
     if not config.key_name:
         row(plan.make_key, f"key pair {plan.name}")
     if config.placement_group:
@@ -39,12 +37,12 @@ def plan_table(plan: Plan, found: Survey) -> Table:
         row(False, f"master: {node.id}, {node.zone}: this instance ({node.type}), which stays as it is")
         if plan.join:
             row(True, f"the security group at this instance too ({plan.this_instance.interface}), until icom teardown")
-        if plan.bake:
+        if found.bake:
             row(True, "raw image of this instance's root disk, until the image is made from it")
-    if plan.bake:
+    if found.bake:
         builder = builder_plan(plan).config
         what = f"builder: {builder.instance_type}, {builder.volume_gb} GB, until the image is made"
-        row(True, what, None if plan.gpus else prices.per_hour)
+        row(True, what, None if found.gpus else prices.per_hour)
         what = "image with icom in it, tested, for all clusters; per GB of its snapshot"
         row(True, what, month=prices.snapshot_gb_month)
     per_disk = None if prices.per_gb_month is None else prices.per_gb_month * sum(disk_sizes(plan).values())
@@ -64,9 +62,9 @@ def plan_table(plan: Plan, found: Survey) -> Table:
         *("", f"{nodes} {'workers' if plan.this_instance else 'nodes'} running, with all that is theirs"),
         *(_dollars(hour), _dollars(_times(per_disk, nodes))),
     )
-    zones = " or ".join(dict.fromkeys(subnet.zone for subnet in plan.subnets))
+    zones = " or ".join(dict.fromkeys(subnet.zone for subnet in found.subnets))
     per_gb = "" if prices.per_gb_month is None else f"; a GB of disk {prices.per_gb_month:g} USD/month"
-    image = f"made of {plan.image.base}" if plan.this_instance and plan.bake else plan.image.id
+    image = f"made of {plan.image.base}" if plan.this_instance and found.bake else plan.image.id
     table.caption = (
         f"Image: {image}. Zone: {zones}. Prices: {prices.source}{per_gb}. Quota: {found.quota}. Ends: {_ends(plan)}."
     )
@@ -77,11 +75,13 @@ def _ends(plan: Plan) -> str:
     """When the nodes end, and what has decided it."""
     asked = plan.config.max_hours is not None
     if plan.ends is None:
-        return "when you say so: icom teardown" + (" (--max_hours has no effect on nodes that are there)" * asked)
+        return "when you say so: icom teardown" + (
+            " (--max_hours has no effect on nodes that are there)" if asked else ""
+        )
     if not plan.there:
         why = "--max_hours"
     else:
-        why = "as the nodes that are there" + ("; --max_hours has no effect on them" * asked)
+        why = "as the nodes that are there" + ("; --max_hours has no effect on them" if asked else "")
     return f"{plan.ends:%Y-%m-%d %H:%M} UTC ({why})"
 
 

@@ -22,7 +22,8 @@ from provisioning.openssh import OpenSsh
 
 def ssh(config: SshConfig) -> NoReturn:
     """`icom ssh`."""
-    _node(config).become()
+    node = _node(config)
+    node.become("ssh", node.name)
 
 
 def run(config: RunConfig) -> NoReturn:
@@ -31,17 +32,19 @@ def run(config: RunConfig) -> NoReturn:
         raise UsageError("What is to be run? For instance: icom run -- mpirun -f hosts hostname")
     node = _node(config)
     line = config.command[0] if len(config.command) == 1 else shlex.join(config.command)
-    node.become(f"exec bash -lc {shlex.quote(line)}")  # a login shell has the environment of icom
+    node.become("ssh", node.name, f"exec bash -lc {shlex.quote(line)}")  # a login shell has the environment of icom
 
 
 def push(config: PushConfig) -> NoReturn:
     """`icom push`."""
-    _node(config).become_push(config.source, config.target)
+    node = _node(config)
+    node.become("scp", config.source, f"{node.name}:{config.target}")
 
 
 def pull(config: PullConfig) -> NoReturn:
     """`icom pull`."""
-    _node(config).become_pull(config.source, config.target)
+    node = _node(config)
+    node.become("scp", f"{node.name}:{config.source}", config.target)
 
 
 def reachable_folder(where: WhereConfig, node: str | None) -> ClusterFolder:

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,6 @@ from provisioning import transport
 from provisioning.aws import POLL_SECONDS, NodesFailed
 from provisioning.cluster import Node
 from provisioning.folder import ClusterFolder
-from provisioning.script import Script
 from provisioning.transport import Ended, Running, Transport
 
 if TYPE_CHECKING:
@@ -161,24 +159,6 @@ class SshTransport(Transport):
     def __exit__(self, *_: object) -> None:
         self.connection.close()
 
-    def run(
-        self,
-        command: str | Script,
-        *,
-        doing: str = "",
-        seconds: float | None = None,
-        on_line: Callable[[str], None] | None = None,
-    ) -> str:
-        """Run a command as any transport does.
-
-        Args:
-            command: as there.
-            doing: as there.
-            seconds: as there.
-            on_line: given each line as it is printed, on a thread of its own.
-        """
-        return self._run(partial(self._start, on_line=on_line), command, doing, seconds)
-
     def send(self, files: Mapping[str, bytes | Path], seconds: float = SEND_SECONDS) -> None:
         """Write files by sftp, each whole or not at all, for their owner alone; each may take so many seconds."""
         for path, content in files.items():
@@ -205,26 +185,15 @@ class SshTransport(Transport):
         finally:
             over.cancel()
 
-    def _start(self, line: str, on_line: Callable[[str], None] | None = None) -> Running:
+    def _start(self, line: str, on_line: Callable[[str], None] | None) -> Running:
         streams = {"out_stream": _Lines(on_line), "err_stream": _Lines(on_line)} if on_line else {"hide": True}
-        return _Promised(self.connection.run(line, **streams, warn=True, in_stream=False, asynchronous=True))
+        promise = self.connection.run(line, **streams, warn=True, in_stream=False, asynchronous=True)
+        return Running(lambda: bool(promise.runner.process_is_finished), promise.runner.kill, lambda: _ended(promise))
 
 
-@dataclass(frozen=True)
-class _Promised:
-    """What fabric promises, as `Running` has it."""
-
-    promise: Promise
-
-    def is_over(self) -> bool:
-        return bool(self.promise.runner.process_is_finished)
-
-    def kill(self) -> None:
-        self.promise.runner.kill()
-
-    def wait(self) -> Ended:
-        done = self.promise.join()
-        return Ended(done.exited, done.stdout, done.stderr)
+def _ended(promise: Promise) -> Ended:
+    done = promise.join()
+    return Ended(done.exited, done.stdout, done.stderr)
 
 
 class _Lines(io.TextIOBase):

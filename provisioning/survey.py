@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from icom.errors import IcomError, UsageError
 from provisioning import project
 from provisioning.aws import Aws, error_code, filters, pages
-from provisioning.cluster import Cluster, Node
+from provisioning.cluster import Cluster
 from provisioning.config import ProvisionConfig, ssh_source
 from provisioning.images import Image, baked_image, base_image, find_image
 from provisioning.prices import Prices, look_up
@@ -58,6 +58,7 @@ class Survey:
     """Of the image that the nodes start from, as its tag tells it; None where it is to hold nothing of icom."""
     subnets: tuple[Subnet, ...]
     """In the order to try; all of one VPC, with addresses free."""
+    vpc: str
     ssh_from: ipaddress.IPv4Network
     reservation_block: bool
     """Whether --capacity_reservation is a capacity block, which is its own market."""
@@ -66,51 +67,77 @@ class Survey:
     prices: Prices
 
 
-def survey(
-    aws: Aws,
-    config: ProvisionConfig,
-    cluster: Cluster,
-    missing: int,
-    only_image: bool = False,
-    this_instance: ThisInstance | None = None,
+def survey_cluster(
+    aws: Aws, config: ProvisionConfig, cluster: Cluster, missing: int, this_instance: ThisInstance | None = None
 ) -> Survey:
-    """Find out what `missing` more nodes need, or with `only_image` the instance that becomes their image.
+    """Find out what `missing` more nodes need.
 
-    With `this_instance` (--from_this_instance) the image is made from that instance.
+    Nodes of one cluster have one image: that of those which are there, else the one with this content, else the base.
+
+    Args:
+        aws: the connection.
+        config: the options.
+        cluster: what exists.
+        missing: how many more nodes.
+        this_instance: the master of which the workers' image is made, with --from_this_instance.
 
     Raises:
         UsageError: what was asked for is not there: type, zone, subnet, addresses, image, key, quota.
         IcomError: the caller's address cannot be found.
     """
     kind = _instance_type(aws, config)
-    content = _content(kind) if config.bake and config.setup else None
-    image, bake = _images(aws, config, () if only_image else cluster.nodes, kind, content, this_instance)
-    bake = bake and (missing > 0 or only_image)
+    first = next(iter(cluster.nodes), None)
+    image = find_image(aws, first.image, first.base) if first else None
+    bake = False
+    if image is None:
+        image, bake = _image_to_start_from(aws, config, kind, this_instance)
+    found = _survey(aws, config, cluster, kind, image, bake and missing > 0, missing)
+    if this_instance and found.vpc != this_instance.node.vpc:
+        where = f"{found.subnets[0].id} is in {found.vpc}, this instance in {this_instance.node.vpc}"
+        raise UsageError(f"{where}: another --subnet.")
+    return found
+
+
+def survey_image(aws: Aws, config: ProvisionConfig, cluster: Cluster) -> Survey:
+    """Find out what the instance needs that becomes the image for nodes of these options.
+
+    Raises:
+        UsageError, IcomError: as survey_cluster.
+    """
+    kind = _instance_type(aws, config)
+    image, bake = _image_to_start_from(aws, config, kind, None)
+    return _survey(aws, config, cluster, kind, image, bake, 0)
+
+
+def _survey(
+    aws: Aws, config: ProvisionConfig, cluster: Cluster, kind: dict[str, Any], image: Image, bake: bool, missing: int
+) -> Survey:
+    """What is left to find out, once the image is known, `missing` nodes and with `bake` the builder before them."""
+    _check_image(config, kind, image)
     zones = _zones(aws, config.instance_type)
     block = False
     if config.capacity_reservation:
         zone, block = _reservation(aws, config, missing)
         zones = [zone]
-    subnets = _subnets(aws, config, cluster, zones, max(missing, bake))
-    if this_instance and subnets[0].vpc != this_instance.node.vpc:
-        raise UsageError(
-            f"{subnets[0].id} is in {subnets[0].vpc}, this instance in {this_instance.node.vpc}: another --subnet."
-        )
+    builders = 1 if bake else 0
+    subnets = _subnets(aws, config, cluster, zones, max(missing, builders))
     if config.key_name:
         _check_key_name(aws, config.key_name)
-    vcpus = kind["VCpuInfo"]["DefaultVCpus"]
+    vcpus, gpus = kind["VCpuInfo"]["DefaultVCpus"], _gpus(kind)
+    of_this_type = missing if gpus else max(missing, builders)  # a builder has no GPUs
     return Survey(
         account=aws.account,
         region=aws.region,
         vcpus=vcpus,
-        gpus=_gpus(kind),
+        gpus=gpus,
         image=image,
         bake=bake,
-        content=content,
+        content=_content(config, kind),
         subnets=tuple(subnets),
+        vpc=subnets[0].vpc,
         ssh_from=ssh_source(config.ssh_from or _own_address(aws, config, subnets[0]), config.ssh_from_anywhere),
         reservation_block=block,
-        quota=_quota(aws, config, vcpus * max(missing, bake and not _gpus(kind))),
+        quota=_quota(aws, config, vcpus * of_this_type),
         prices=look_up(aws, config.instance_type, config.spot),
     )
 
@@ -145,33 +172,33 @@ def _gpus(kind: dict[str, Any]) -> int:
     return sum(gpu.get("Count", 0) for gpu in kind.get("GpuInfo", {}).get("Gpus", []))
 
 
-def _content(kind: dict[str, Any]) -> str:
-    """What an image for this type of instance has to hold: PyTorch comes with CUDA or without."""
+def _content(config: ProvisionConfig, kind: dict[str, Any]) -> str | None:
+    """What an image for this type of instance has to hold: PyTorch comes with CUDA or without. None for nothing."""
+    if not (config.bake and config.setup):
+        return None
     return project.digest() + ("-gpu" if _gpus(kind) else "")
 
 
-def _images(
-    aws: Aws,
-    config: ProvisionConfig,
-    nodes: tuple[Node, ...],
-    kind: dict[str, Any],
-    content: str | None,
-    this_instance: ThisInstance | None,
+def _image_to_start_from(
+    aws: Aws, config: ProvisionConfig, kind: dict[str, Any], this_instance: ThisInstance | None
 ) -> tuple[Image, bool]:
-    """The image to start from, and whether the nodes' is still to be baked from it.
+    """The image for a cluster's first nodes, and whether theirs is still to be baked from it.
 
-    Nodes of one cluster have one image: that of those which are there, else the one with this content, else the base.
     The base of an instance's workers is that instance.
     """
-    architectures = kind["ProcessorInfo"]["SupportedArchitectures"]
-    first = next(iter(nodes), None)
-    image = find_image(aws, first.image, first.base) if first else None
-    if image:
-        bake = False
+    content = _content(config, kind)
+    if this_instance:
+        image = this_instance.image
     else:
-        image = this_instance.image if this_instance else base_image(aws, config, architectures, _gpus(kind) > 0)
-        baked = image if image.content == content else baked_image(aws, content, image) if content else None
-        image, bake = baked or image, content is not None and baked is None
+        image = base_image(aws, config, kind["ProcessorInfo"]["SupportedArchitectures"], _gpus(kind) > 0)
+    if content is None or image.content == content:
+        return image, False
+    baked = baked_image(aws, content, image)
+    return baked or image, baked is None
+
+
+def _check_image(config: ProvisionConfig, kind: dict[str, Any], image: Image) -> None:
+    architectures = kind["ProcessorInfo"]["SupportedArchitectures"]
     if image.architecture not in architectures:
         raise UsageError(
             f"Image {image.id} is for {image.architecture}, {config.instance_type} is {' or '.join(architectures)}. "
@@ -181,7 +208,6 @@ def _images(
         raise UsageError(
             f"Image {image.id} needs {image.root_gb} GB of disk: raise --volume_gb from {config.volume_gb}."
         )
-    return image, bake
 
 
 def _zones(aws: Aws, instance_type: str) -> list[str]:

@@ -117,22 +117,23 @@ def _identity() -> IdentityDocument:
 
 
 def master_here(
-    aws: Aws, config: ProvisionConfig, cluster: Cluster, own: IdentityDocument | None
-) -> tuple[ProvisionConfig, ThisInstance | None]:
-    """The options as they follow from the instance that this runs on, and that instance; as they are without `own`.
+    aws: Aws, config: ProvisionConfig, cluster: Cluster, document: IdentityDocument
+) -> tuple[ProvisionConfig, ThisInstance]:
+    """The options as they follow from the instance that this runs on, and that instance.
 
     Raises:
-        UsageError: the cluster has another master, or this instance cannot be one.
+        UsageError: this instance cannot be a master.
     """
-    _check_master(cluster, own.id if own else None)
-    if own is None:
-        return config, None
-    this_instance = _look_around(aws, own.id)
+    this_instance = _look_around(aws, document.id)
     return replace(_as_this_instance(config, cluster, this_instance), region=aws.region), this_instance
 
 
-def _check_master(cluster: Cluster, instance: str | None) -> None:
-    """Refuse to go on with a cluster that has another master than `instance`, or, for None, than its own."""
+def check_master(cluster: Cluster, instance: str | None) -> None:
+    """Refuse to go on with a cluster that has another master than `instance`, or, for None, than its own.
+
+    Raises:
+        UsageError: it has.
+    """
     if cluster.empty or cluster.master == instance:
         return
     how = f"from {cluster.master} with --from_this_instance" if cluster.master else "without --from_this_instance"

@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from icom.errors import IcomError
 from provisioning.folder import write_private
@@ -32,17 +32,12 @@ class Ended(NamedTuple):
     err: str
 
 
-class Running(Protocol):
-    """A command that was started."""
+class Running(NamedTuple):
+    """A command that was started: whether it has ended; end it, whatever becomes of it; how it ended."""
 
-    def is_over(self) -> bool:
-        """Whether it has ended."""
-
-    def kill(self) -> None:
-        """End it, and do not ask what became of it."""
-
-    def wait(self) -> Ended:
-        """How it ended."""
+    is_over: Callable[[], bool]
+    kill: Callable[[], object]
+    wait: Callable[[], Ended]
 
 
 class Transport(ABC):
@@ -61,43 +56,30 @@ class Transport(ABC):
     def __init__(self, name: str, check: Callable[[], None] = lambda: None) -> None:
         self.name, self.check = name, check
 
-    def run(self, command: str | Script, *, doing: str = "", seconds: float | None = None) -> str:
+    def run(
+        self,
+        command: str | Script,
+        *,
+        doing: str = "",
+        seconds: float | None = None,
+        on_line: Callable[[str], None] | None = None,
+    ) -> str:
         """Run a command to its end; what it printed.
 
         Args:
             command: a line for the node's shell, or a program.
             doing: what it is for, if messages are to name that instead of the command.
             seconds: how long it may take.
+            on_line: given each line as it is printed, where the way can tell (ssh.py), on a thread of its own.
 
         Raises:
             IcomError: it failed, took too long or the connection broke; names the node and shows its last lines.
         """
-        return self._run(self._start, command, doing, seconds)
-
-    @abstractmethod
-    def send(self, files: Mapping[str, bytes | Path]) -> None:
-        """Write files on the node: path -> content, or a file here that has it.
-
-        Raises:
-            IcomError: one could not be read here, or written there, or the connection broke.
-        """
-
-    @abstractmethod
-    def _start(self, line: str) -> Running:
-        """Let the node's shell run a line."""
-
-    def _why(self, code: int) -> str:
-        return f"exit code {code}"
-
-    def _failed(self, doing: str, code: int) -> str:
-        return f"{doing} failed on {self.name} ({self._why(code)})."
-
-    def _run(self, start: Callable[[str], Running], command: str | Script, doing: str, seconds: float | None) -> str:
         self.check()
         limit = self.seconds if seconds is None else seconds
         deadline, pause = CLOCK() + limit, FIRST_LOOK_SECONDS
         try:
-            running = start(command.line if isinstance(command, Script) else command)
+            running = self._start(command.line if isinstance(command, Script) else command, on_line)
             try:
                 while not running.is_over():
                     self.check()
@@ -118,39 +100,47 @@ class Transport(ABC):
             raise IcomError("\n  ".join([head, *(lines or ["(no output)"])]))
         return ended.out
 
+    @abstractmethod
+    def send(self, files: Mapping[str, bytes | Path]) -> None:
+        """Write files on the node: path -> content, or a file here that has it.
 
-class LocalProcess:
-    """A program that runs here, as `Running` has it.
+        Raises:
+            IcomError: one could not be read here, or written there, or the connection broke.
+        """
 
-    It has a session of its own: Ctrl-C at the terminal is for us, who then undo things in order.
-    """
+    @abstractmethod
+    def _start(self, line: str, on_line: Callable[[str], None] | None) -> Running:
+        """Let the node's shell run a line."""
 
-    def __init__(self, argv: Sequence[str], folder: Path | None = None, env: Mapping[str, str] | None = None) -> None:
-        # Files: what it leaves running may hold them open, and nobody waits for that.
-        self._out, self._err = (tempfile.TemporaryFile("w+", errors="replace") for _ in range(2))  # noqa: SIM115
-        no = subprocess.DEVNULL
-        self._process = subprocess.Popen(
-            argv, cwd=folder, env=env, stdin=no, stdout=self._out, stderr=self._err, start_new_session=True
-        )
+    def _why(self, code: int) -> str:
+        return f"exit code {code}"
 
-    def is_over(self) -> bool:
-        """Whether it has ended."""
-        return self._process.poll() is not None
+    def _failed(self, doing: str, code: int) -> str:
+        return f"{doing} failed on {self.name} ({self._why(code)})."
 
-    def kill(self) -> None:
-        """End it with all that it started."""
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self.wait()
 
-    def wait(self) -> Ended:
-        """Its exit code, and what it wrote."""
-        code = self._process.wait()
-        said = []
-        for stream in (self._out, self._err):
-            with stream:
-                stream.seek(0)
-                said.append(stream.read())
+def start_here(argv: Sequence[str], folder: Path | None = None, env: Mapping[str, str] | None = None) -> Running:
+    """Start a program in a session of its own: Ctrl-C at the terminal is for us, who then undo things in order."""
+    # Files: what it leaves running may hold them open, and nobody waits for that.
+    files = [tempfile.TemporaryFile("w+", errors="replace") for _ in range(2)]  # noqa: SIM115 - closed at its end
+    no = subprocess.DEVNULL
+    process = subprocess.Popen(
+        argv, cwd=folder, env=env, stdin=no, stdout=files[0], stderr=files[1], start_new_session=True
+    )
+
+    def wait() -> Ended:
+        code, said = process.wait(), []
+        for file in files:
+            with file:
+                file.seek(0)
+                said.append(file.read())
         return Ended(code, *said)
+
+    def kill() -> None:
+        os.killpg(process.pid, signal.SIGKILL)
+        wait()
+
+    return Running(lambda: process.poll() is not None, kill, wait)
 
 
 class LocalTransport(Transport):
@@ -165,7 +155,7 @@ class LocalTransport(Transport):
             except OSError as error:
                 raise IcomError(f"{self.name}: {path} could not be written there: {error}") from error
 
-    def _start(self, line: str) -> Running:
+    def _start(self, line: str, on_line: Callable[[str], None] | None) -> Running:
         user, home = pwd.getpwuid(os.getuid()), Path.home()
         env = {"HOME": str(home), "USER": user.pw_name, "LOGNAME": user.pw_name, "SHELL": user.pw_shell}
-        return LocalProcess(["/bin/bash", "-c", line], home, env | {"PATH": SYSTEM_PATH})
+        return start_here(["/bin/bash", "-c", line], home, env | {"PATH": SYSTEM_PATH})

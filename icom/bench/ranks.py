@@ -24,6 +24,9 @@ from icom.bench.measure import Job, Measurement
 from icom.config.bench import BenchConfig, parse_ranks
 from icom.errors import IcomError, UsageError
 from icom.files import write_atomically
+from icom.parallel.listening import listen
+from icom.parallel.place import Place
+from icom.parallel.secret import SECRET, new_secret
 from icom.progress import progress
 
 ALONE = "1 rank"
@@ -82,9 +85,12 @@ def run_side_by_side(name: str, job: Job, slots: list[list[int]], *, joined: boo
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    listener = listen(Place(world_size=len(slots), local_size=len(slots), master_address="127.0.0.1"), 0)
+    port = listener.getsockname()[1]
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     job = dataclasses.replace(job, side_by_side=len(slots), meeting=store.port)
     group = {"WORLD_SIZE": str(len(slots)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    group[SECRET] = new_secret()
     processes: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory() as folder:
         try:

@@ -1,8 +1,8 @@
 """The processes of a run: how they meet, what they tell each other, and how they end together.
 
 The process group exists before Accelerate is started, which adopts it and would make a gloo group of its own otherwise.
-Small things (a seed, a checkpoint, digests) go through the store, as JSON or raw bytes; per optimizer step there is one
-all-reduce. icom/parallel/liveness.py listens meanwhile whether all of them live.
+Small things (a seed, a checkpoint, digests) go through the store (icom/parallel/store.py), signed, as JSON or raw bytes; per
+optimizer step there is one all-reduce. icom/parallel/liveness.py listens meanwhile whether all of them live.
 """
 
 from __future__ import annotations
@@ -13,27 +13,25 @@ import json
 import os
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from icom import machine
-from icom.errors import IcomError, Stopped, UsageError
+from icom.errors import IcomError, Stopped
+from icom.parallel import meeting
 from icom.parallel.alike import differences
+from icom.parallel.listening import refuse_newcomers
 from icom.parallel.liveness import Launchers, Problem, Watch
-from icom.parallel.place import CCL_ENVIRONMENT, SINGLE_PROCESS, Place, export
+from icom.parallel.meeting import Call, Met
+from icom.parallel.place import CCL_ENVIRONMENT, SINGLE_PROCESS, Place, export, is_loopback
+from icom.parallel.store import Forged, SignedStore
 from icom.signals import end_process
 
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
-JOIN_SECONDS = 300
-"""All processes have to be there within this time; cold disks take a minute to import PyTorch."""
 _COLLECTIVE_TIMEOUT = timedelta(days=1)  # the watch knows better who is gone
 _LEAVE_SECONDS = 5.0
 _BUCKET_BYTES = 25 * 2**20
@@ -52,14 +50,13 @@ class Lost(IcomError):
 class Group:
     """One process and the others. A process on its own is a group of one, in which nothing has to be sent."""
 
-    def __init__(self, place: Place, hosts: list[str], store: Store | None = None) -> None:
-        self.place, self.hosts = place, hosts
-        self._store = store
-        self._watch: Watch | None = None
-        if store:
-            assert place.master_address
-            own_store = store.clone()  # type: ignore[attr-defined]
-            self._watch = Watch(own_store, place.rank, hosts, place.master_address, Launchers())
+    def __init__(self, place: Place, met: Met | None = None) -> None:
+        """Args: of this process; what it knows of the others, if there are any."""
+        self.place, self.hosts = place, met.hosts if met else ["localhost"]
+        self._store: SignedStore | None = met.store if met else None
+        self._listener: int | None = met.listener if met else None
+        self._rendezvous: SignedStore | None = None
+        self._watch = Watch(met.store.clone(), place, met.hosts, Launchers()) if met else None
         self.collectives: str | None = None
         self._messages = 0
         self._lost: Lost | None = None
@@ -93,7 +90,11 @@ class Group:
         if self._store is None:
             return
         prepare_environment(collectives, self.place)
-        store = distributed.PrefixStore("group", self._store.clone())  # type: ignore[attr-defined]
+        # torch's libraries call it, and keep no Python object alive. NCCL's threads, which cannot be tried without a
+        # GPU, get the plain one.
+        self._rendezvous = self._store.clone()
+        theirs = self._rendezvous.unsigned if collectives == "nccl" else self._rendezvous
+        store = distributed.PrefixStore("group", theirs)  # type: ignore[attr-defined]
 
         def init() -> None:
             distributed.init_process_group(
@@ -103,7 +104,7 @@ class Group:
             distributed.all_reduce(torch.zeros(1, device="cuda" if collectives == "nccl" else "cpu"))
 
         assert self._watch is not None
-        call, deadline = _Call(init), time.monotonic() + JOIN_SECONDS
+        call, deadline = Call(init), time.monotonic() + meeting.JOIN_SECONDS
         while not call.done.wait(0.05) and time.monotonic() < deadline:
             if self._watch.problem:
                 raise self._ended(self._watch.problem)
@@ -112,13 +113,17 @@ class Group:
             if self._watch.problem:
                 raise self._ended(self._watch.problem)
             atexit.register(end_process, IcomError.exit_code)
-            why = str(call.error).splitlines()[0] if call.error else f"no connection within {JOIN_SECONDS} s"
+            if isinstance(call.error, Forged):
+                raise call.error
+            why = str(call.error).splitlines()[0] if call.error else f"no connection within {meeting.JOIN_SECONDS} s"
             interface = os.environ.get("GLOO_SOCKET_IFNAME", "that of the machine's name")
             raise IcomError(
                 f"The processes cannot be connected with {collectives} ({why}). All ports have to be open between the "
                 f"machines; the interface here is {interface} (GLOO_SOCKET_IFNAME)."
             ) from call.error
         self.collectives = collectives
+        if self._listener is not None:  # all connections that anybody needs are there
+            refuse_newcomers(self._listener)
 
     def sum(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replace tensors by their sums over all processes; same shapes and order everywhere.
@@ -168,7 +173,7 @@ class Group:
         key, store = f"broadcast/{self._messages}", self._store
         if self.leads:
             assert content is not None
-            store.set(key, content)  # type: ignore[arg-type]  # annotated as str, takes bytes
+            store.set(key, content)
         return self._wait_for(key)
 
     def wait_for_everyone(self) -> None:
@@ -209,7 +214,7 @@ class Group:
     def _run(self, communicate: Callable[[], Any]) -> Any:
         """Communicate in a thread, so that this one can turn away when a peer is gone."""
         assert self._watch is not None
-        call = _Call(communicate)
+        call = Call(communicate)
         while not call.done.wait(0.05):
             if self._watch.problem:
                 raise self._ended(self._watch.problem)
@@ -256,17 +261,19 @@ class Group:
 
             if distributed.is_initialized():
                 distributed.destroy_process_group()
+            self._rendezvous = None
 
     def _part(self, *, hurry: bool) -> None:
         """Rank 0 goes when everybody has what it told, and the others when rank 0 is ready: it keeps the store.
 
         Raises:
             Lost: rank 0 is gone before it was ready.
+            Forged: somebody else wrote into the store.
         """
         assert self._store is not None
         assert self._watch is not None
         lost = self._lost.ranks if self._lost else frozenset()
-        deadline = time.monotonic() + (_LEAVE_SECONDS if hurry else JOIN_SECONDS)
+        deadline = time.monotonic() + (_LEAVE_SECONDS if hurry else meeting.JOIN_SECONDS)
         try:
             if self.leads:
                 if not hurry:
@@ -284,6 +291,9 @@ class Group:
             self._store.set(f"left/{self.rank}", "1")
         except RuntimeError:
             return  # the store is gone already
+        except Forged:
+            if not hurry:
+                raise
 
 
 def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -312,7 +322,7 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-ALONE = Group(SINGLE_PROCESS, ["localhost"])
+ALONE = Group(SINGLE_PROCESS)
 """A process that nobody started together with others."""
 
 
@@ -330,7 +340,7 @@ def joined(place: Place) -> Iterator[Group]:
         return
     export(place)
     try:
-        group = _meet(place)
+        group = Group(place, meeting.meet(place))
     except (RuntimeError, OSError) as error:  # torch's errors are RuntimeErrors
         raise IcomError(
             f"Rank {place.rank} on {socket.gethostname()} lost rank 0 at {place.master_address} while they met "
@@ -353,6 +363,9 @@ def prepare_environment(collectives: str, place: Place) -> None:
     if interface and place.world_size > place.local_size:
         # Else gloo takes the address that the machine's own name resolves to, on many 127.0.0.1 or 127.0.1.1.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    elif is_loopback(place.master_address):
+        # Else it listens at that address, where others may reach it.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", next(i.name for i in machine.interfaces() if i.loopback))
     if collectives == "ccl":
         own = {"CCL_LOCAL_RANK": str(place.local_rank), "CCL_LOCAL_SIZE": str(place.local_size)}
         if interface and place.world_size > place.local_size:
@@ -361,96 +374,7 @@ def prepare_environment(collectives: str, place: Place) -> None:
             os.environ.setdefault(name, value)
 
 
-def _meet(place: Place) -> Group:
-    """Connect to the store on rank 0 and learn who else is there."""
-    store = _store(place)
-    host = socket.gethostname()
-    me = json.dumps({"host": host, "pid": os.getpid(), "size": place.world_size})
-    first = json.loads(store.compare_set(f"here/{place.rank}", "", me))
-    if (first["host"], first["pid"]) != (host, os.getpid()):
-        raise UsageError(
-            f"Two processes are rank {place.rank}: {first['pid']} on {first['host']}, and {os.getpid()} on {host}. Is "
-            f"another run using {place.master_address}:{place.master_port}? Give one of them another MASTER_PORT."
-        )
-    deadline = time.monotonic() + JOIN_SECONDS
-    hosts = []
-    for rank in range(place.world_size):
-        while not store.check([f"here/{rank}"]):
-            if time.monotonic() > deadline:
-                missing = [str(r) for r in range(place.world_size) if not store.check([f"here/{r}"])]
-                raise IcomError(
-                    f"After {JOIN_SECONDS} s rank {', '.join(missing)} of {place.world_size} did not come to "
-                    f"{place.master_address}:{place.master_port}. Look at the output of that machine, and at firewalls."
-                )
-            time.sleep(0.05)
-        other = json.loads(store.get(f"here/{rank}"))
-        if other["size"] != place.world_size:
-            raise UsageError(
-                f"{host} was told of {place.world_size} processes, {other['host']} of {other['size']}. Is another run "
-                f"using {place.master_address}:{place.master_port}? Give one of them another MASTER_PORT."
-            )
-        hosts.append(other["host"])
-    return Group(place, hosts, store)
-
-
-def _store(place: Place) -> Store:
-    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
-
-    address = place.master_address
-    assert address is not None
-    # torchrun keeps a store of its own at that address, in which each restart needs names of its own.
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    call = _Call(
-        lambda: TCPStore(
-            address,
-            place.master_port,
-            is_master=place.rank == 0 and not agent,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=JOIN_SECONDS),
-        )
-    )
-    # Longer than its own timeout, which does not cover a port where something else listens and never answers.
-    call.done.wait(JOIN_SECONDS + 1)
-    where = f"{place.master_address}:{place.master_port}"
-    if call.error and place.rank == 0 and not agent:
-        raise IcomError(
-            f"Rank 0 cannot listen on {where} ({str(call.error).splitlines()[0]}). Is another run using the port? Set "
-            "MASTER_PORT (or main_process_port) to another one."
-        ) from call.error
-    if call.error or not call.done.is_set():
-        raise IcomError(
-            f"Rank {place.rank} on {socket.gethostname()} cannot reach rank 0 at {where} within {JOIN_SECONDS} s. Does "
-            "rank 0 run there (the first line of the hosts file), and nothing else on that port? Is there a firewall?"
-        ) from call.error
-    return PrefixStore(f"icom/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", call.result)
-
-
-class _Call:
-    """A call in a thread, so that this one can turn away from what may never return.
-
-    Attributes:
-        done: set when it has returned or failed.
-        result: what it returned.
-        error: what it raised.
-    """
-
-    def __init__(self, function: Callable[[], Any]) -> None:
-        self.done = threading.Event()
-        self.result: Any = None
-        self.error: Exception | None = None
-        self._function = function
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def _run(self) -> None:
-        try:
-            self.result = self._function()
-        except Exception as error:  # for whoever waits
-            self.error = error
-        finally:
-            self.done.set()
-
-
-def _get(store: Store, key: str) -> bytes:
+def _get(store: SignedStore, key: str) -> bytes:
     """The value as soon as it is there. Not by waiting in the store: its timeout would have to be for ever."""
     while not store.check([key]):
         time.sleep(0.002)

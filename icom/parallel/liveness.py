@@ -4,8 +4,8 @@ A collective that a peer has left fails at once when the peer's machine says so 
 cannot (the network is down, the machine hangs). PyTorch's answer is a timeout for collectives, but rank 0 draws
 validation pictures for minutes while the others wait in one. So every process
 
-- has a connection to rank 0 that carries nothing: its end is the end of the process, and is seen in milliseconds, which
-  counts, because some launchers kill all the others a third of a second later;
+- has a connection to rank 0 that carries nothing (icom/parallel/lines.py): its end is the end of the process, and is seen in
+  milliseconds, which counts, because some launchers kill all the others a third of a second later;
 - beats in the store, once a second, from a thread that needs neither the main thread nor the collectives;
 - knows the processes that mpirun reached it through, without which nobody could stop it any more.
 """
@@ -15,8 +15,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import selectors
-import socket
 import subprocess
 import sys
 import threading
@@ -27,10 +25,17 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from icom.names import plain
+from icom.parallel.lines import Lines, call, said_goodbye, say_goodbye
+from icom.parallel.listening import listen
+from icom.parallel.place import Place
+from icom.parallel.store import Forged
 from icom.signals import end_process
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    import socket
+
+    from icom.parallel.store import SignedStore
 
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 25.0
@@ -43,7 +48,6 @@ REAP_SECONDS = 5
 """Once a process is lost, mpirun has so long to end before it is told to, and again before it is killed."""
 
 _PROBLEM, _PORT = "problem", "watch port"
-_GOODBYE = b"."
 
 _AGAIN = (
     "Go on with the machines that are left: the same command without the lost ones in the hosts file, and "
@@ -77,16 +81,21 @@ class Watch:
         handled: to be set when the main thread has learned of a problem and is about to end.
     """
 
-    def __init__(self, store: Store, rank: int, hosts: Sequence[str], address: str, launchers: Launchers) -> None:
+    def __init__(self, store: SignedStore, place: Place, hosts: Sequence[str], launchers: Launchers) -> None:
         """Start watching.
 
         Args:
             store: that all processes use; a connection that nobody else waits on.
-            rank: of this process.
+            place: of this process.
             hosts: rank -> name of its machine.
-            address: of rank 0's machine.
             launchers: of this process.
+
+        Raises:
+            OSError: rank 0 cannot be reached.
+            Forged: somebody else writes into the store.
         """
+        rank = place.rank
+        assert place.master_address
         self.rank, self.hosts = rank, list(hosts)
         self.problem: Problem | None = None
         self.handled = threading.Event()
@@ -95,19 +104,17 @@ class Watch:
         self._parting = False
         self._lock = threading.Lock()
         now = time.monotonic()
-        self._beats: list[tuple[bytes, float]] = [(b"", now) for _ in hosts]
+        self._beats: list[tuple[int, float]] = [(-1, now) for _ in hosts]
         self._answered = now  # when the store last did
         self._line: socket.socket | None = None  # to rank 0
         if rank == 0:
-            # On all addresses: MASTER_ADDR may be one that this machine knows nothing of, behind a translation.
-            server = socket.create_server(("", 0))
+            server = listen(place, 0)
             store.set(_PORT, str(server.getsockname()[1]))
-            self._start(lambda: self._listen(server))
+            lines = Lines(server, len(self.hosts), store.key)
+            self._start(lambda: self._listen(lines))
         else:
             port = int(store.get(_PORT))
-            self._line = socket.create_connection((address, port), SILENT_SECONDS)
-            self._line.settimeout(None)
-            self._line.sendall(rank.to_bytes(4, "big"))
+            self._line = call(place.master_address, port, rank, store.key, SILENT_SECONDS)
             self._start(self._hear)
         self._start(self._beat)
         self._start(self._guard)
@@ -119,8 +126,12 @@ class Watch:
             What ends the run: this, or what another process told before.
         """
         if self.problem is None and 0 not in problem.lost:  # else the store is gone as well
-            with contextlib.suppress(RuntimeError):
-                problem = _decoded(self._store.compare_set(_PROBLEM, "", _encoded(problem)))
+            try:
+                problem = self._decoded(self._store.compare_set(_PROBLEM, "", _encoded(problem)))
+            except RuntimeError:
+                pass
+            except Forged as error:  # which all of them see
+                problem = Problem(str(error), 0)
         with self._lock:
             if self.problem is None:
                 self._learn(problem)
@@ -145,9 +156,7 @@ class Watch:
         self.expect_ends()
         self._stopped.set()
         if self._line:
-            with contextlib.suppress(OSError):
-                self._line.sendall(_GOODBYE)
-                self._line.shutdown(socket.SHUT_RDWR)  # wakes the thread that listens, which closes it
+            say_goodbye(self._line)
 
     @staticmethod
     def _start(run: Callable[[], None]) -> None:
@@ -157,7 +166,7 @@ class Watch:
         self.problem = problem
         if problem.speaker == self.rank:
             with contextlib.suppress(OSError):  # where the launcher is gone, nobody may be reading
-                print(f"\nicom: {problem.message}", file=sys.stderr, flush=True)  # below the progress bar
+                print(f"\nicom: {plain(problem.message)}", file=sys.stderr, flush=True)  # below the progress bar
         if problem.lost:
             self._launchers.end()
 
@@ -171,55 +180,43 @@ class Watch:
         elsewhere = [rank for rank, host in enumerate(self.hosts) if host != self.hosts[0]]
         self._lose({0}, min(elsewhere, default=1))
 
-    def _listen(self, server: socket.socket) -> None:
+    def _listen(self, lines: Lines) -> None:
         """On rank 0: learn of the others' end by that of their connections."""
-        with contextlib.ExitStack() as opened:
-            selector = opened.enter_context(selectors.DefaultSelector())
-            selector.register(opened.enter_context(server), selectors.EVENT_READ)
+        with contextlib.closing(lines):
             while not self._stopped.is_set():
-                for key, _ in selector.select(BEAT_SECONDS):
-                    line = key.fileobj
-                    assert isinstance(line, socket.socket)
-                    if line is not server:
-                        selector.unregister(line)
-                        if not _said_goodbye(line):
-                            self._lose({key.data})
-                        continue
-                    connection = opened.enter_context(server.accept()[0])
-                    connection.settimeout(BEAT_SECONDS)  # of whatever else may try this port
-                    with contextlib.suppress(OSError):
-                        rank = int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "big")
-                        if 0 < rank < len(self.hosts):
-                            selector.register(connection, selectors.EVENT_READ, rank)
+                if ended := lines.poll(BEAT_SECONDS):
+                    self._lose(ended)
 
     def _hear(self) -> None:
         """On the others: learn of rank 0's end."""
         assert self._line
         with self._line:
-            if not _said_goodbye(self._line):
+            if not said_goodbye(self._line):
                 self._lose_rank_0()
 
     def _beat(self) -> None:
-        keys = [*map(_key, range(len(self.hosts))), _PROBLEM]
+        keys = [*map(_key, range(len(self.hosts)))]
         count = 0
         try:
             for key in keys:
-                self._store.compare_set(key, "", "" if key == _PROBLEM else "0")
+                self._store.compare_set(key, "", "0")
             while not self._stopped.wait(BEAT_SECONDS):
                 if gone := self._launchers.gone():
                     here = self._names({self.rank})
                     self.tell(Problem(f"lost the launcher's hold on {here}: {gone} there died. {_AGAIN}", 0))
                 count += 1
                 self._store.set(_key(self.rank), str(count))
-                *beats, told = self._store.multi_get(keys)
+                beats = self._store.multi_get(keys)
                 now = self._answered = time.monotonic()
-                for rank, beat in enumerate(beats):
-                    if beat != self._beats[rank][0]:
+                for rank, beat in enumerate(map(int, beats)):
+                    if beat > self._beats[rank][0]:  # an older one, written again, is no sign of life
                         self._beats[rank] = (beat, now)
-                if told and self.problem is None:
-                    self.tell(_decoded(told))
+                if self.problem is None and self._store.check([_PROBLEM]):
+                    self.tell(self._decoded(self._store.get(_PROBLEM)))
         except RuntimeError:  # torch's DistError: the connection is gone, and with it rank 0
             self._lose_rank_0()
+        except Forged as error:
+            self.tell(Problem(str(error), self.rank))
 
     def _look(self, silent_for: float) -> None:
         """Whether somebody has not beaten for so many seconds."""
@@ -247,6 +244,13 @@ class Watch:
             elif now > patience[1]:
                 end_process(1)
                 return
+
+    def _decoded(self, text: bytes) -> Problem:
+        try:
+            content = json.loads(text)
+            return Problem(str(content["message"]), int(content["speaker"]), frozenset(map(int, content["lost"])))
+        except (ValueError, KeyError, TypeError):  # without a secret, anybody can sign anything
+            raise self._store.forged(_PROBLEM) from None
 
     def _names(self, ranks: set[int]) -> str:
         by_host: dict[str, list[str]] = {}
@@ -311,14 +315,6 @@ def end_mpirun(pid: int, create_time: float) -> None:
             psutil.wait_procs(started, REAP_SECONDS)
 
 
-def _said_goodbye(line: socket.socket) -> bool:
-    """What a connection's end meant."""
-    try:
-        return line.recv(1) == _GOODBYE
-    except OSError:
-        return False
-
-
 def _is_alive(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
@@ -332,11 +328,6 @@ def _key(rank: int) -> str:
 
 def _encoded(problem: Problem) -> str:
     return json.dumps({"message": problem.message, "speaker": problem.speaker, "lost": sorted(problem.lost)})
-
-
-def _decoded(text: bytes) -> Problem:
-    content = json.loads(text)
-    return Problem(content["message"], content["speaker"], frozenset(content["lost"]))
 
 
 if __name__ == "__main__":

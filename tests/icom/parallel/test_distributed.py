@@ -323,11 +323,11 @@ def test_signal_to_one_rank_stops_all(number: int, ranks: Callable[..., Ranks]) 
 
 JOIN = """
 import os
-from icom.parallel import group
+from icom.parallel import group, meeting
 from icom.cli import main
 from icom.parallel.place import find_place
 from icom.errors import IcomError
-group.JOIN_SECONDS = 3
+meeting.JOIN_SECONDS = 3
 try:
     with group.joined(find_place(os.environ)) as met:
         print("MET", met.hosts)

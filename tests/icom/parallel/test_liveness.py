@@ -14,23 +14,30 @@ import pytest
 
 from icom.parallel import liveness
 from icom.parallel.liveness import Launchers, Problem, Watch
+from icom.parallel.place import Place
+from icom.parallel.store import SignedStore
 from tests.support.command import ROOT
+
+
+def place(rank: int, size: int) -> Place:
+    """On one machine."""
+    return Place(rank, size, rank, size, master_address="127.0.0.1")
 
 
 def test_hanging_rank_is_noticed(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """One that still has its connections but does nothing; here a store that does not take its beats."""
-    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     for name, seconds in (("BEAT_SECONDS", 0.05), ("SILENT_SECONDS", 1.0), ("GRACE_SECONDS", 1000.0)):
         monkeypatch.setattr(liveness, name, seconds)
 
-    class Lossy(PrefixStore):  # type: ignore[misc]
-        def set(self, key: str, value: str) -> None:
+    class Lossy(SignedStore):
+        def set(self, name: str, value: str | bytes) -> None:
             """Nothing arrives."""
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    stores = [PrefixStore("", store), Lossy("", store), PrefixStore("", store)]
-    watches = [Watch(s, rank, ["a", "b", "c"], "127.0.0.1", Launchers()) for rank, s in enumerate(stores)]
+    stores = [kind(store, b"", "here") for kind in (SignedStore, Lossy, SignedStore)]
+    watches = [Watch(s, place(rank, 3), ["a", "b", "c"], Launchers()) for rank, s in enumerate(stores)]
     while not all(watch.problem for watch in watches):
         time.sleep(0.02)
     for watch in watches:
@@ -44,7 +51,8 @@ def test_one_speaks_when_rank_0_is_gone(capfd: pytest.CaptureFixture[str]) -> No
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    watches = [Watch(store.clone(), rank, ["a", "a", "b", "b"], "127.0.0.1", Launchers()) for rank in range(4)]
+    stores = [SignedStore(store.clone(), b"", "here") for _ in range(4)]
+    watches = [Watch(s, place(rank, 4), ["a", "a", "b", "b"], Launchers()) for rank, s in enumerate(stores)]
     for watch in watches[1:]:
         watch._lose_rank_0()
     for watch in watches:
@@ -60,7 +68,7 @@ def test_stopped_watch_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(liveness, "BEAT_SECONDS", 0.05)
     monkeypatch.setattr(liveness, "GRACE_SECONDS", 1000.0)
     before = set(threading.enumerate())
-    watch = Watch(HashStore(), 0, ["a"], "127.0.0.1", Launchers())
+    watch = Watch(SignedStore(HashStore(), b"", "here"), place(0, 1), ["a"], Launchers())
     watch.tell(Problem("something is wrong", 0))
     threads = set(threading.enumerate()) - before
     assert len(threads) == 3
@@ -76,11 +84,14 @@ import sys, threading, time
 from torch.distributed import HashStore
 from icom.parallel import liveness
 from icom import signals
+from icom.parallel.place import Place
+from icom.parallel.store import SignedStore
 
 if sys.argv[1] == "icom's own":
     signals.own_process()
 liveness.BEAT_SECONDS = liveness.GRACE_SECONDS = 0.05
-watch = liveness.Watch(HashStore(), 0, ["a"], "127.0.0.1", liveness.Launchers())
+alone = Place(master_address="127.0.0.1")
+watch = liveness.Watch(SignedStore(HashStore(), b"", "here"), alone, ["a"], liveness.Launchers())
 watch.tell(liveness.Problem("something is wrong", 0))
 (guard,) = (thread for thread in threading.enumerate() if "guard" in thread.name)
 guard.join(60)  # the main thread hangs

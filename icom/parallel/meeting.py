@@ -1,7 +1,7 @@
 """How the processes of a run meet: in a store on rank 0, where each says that it is there.
 
-All of them know the same secret (icom/parallel/secret.py), or none; from it and from what everybody said comes the key with
-which everything else in the store is signed.
+All of them know the same secret (icom/parallel/secret.py), or none; from it and from what everybody said comes the key
+with which everything else in the store is signed.
 """
 
 from __future__ import annotations

@@ -12,13 +12,14 @@ from pathlib import Path
 from icom.errors import IcomError
 
 
-def write_atomically(path: Path, content: bytes, option: str = "--output_dir") -> None:
+def write_atomically(path: Path, content: bytes, option: str = "--output_dir", mode: int = 0o644) -> None:
     """Write a file so that a reader (or a crash at any moment) sees the old content or the new one, never a mixture.
 
     Args:
         path: the file.
         content: all of it.
         option: what the user chose the folder with.
+        mode: who may do what with it.
 
     Raises:
         IcomError: the disk is full or the folder is not writable; the old file is untouched.
@@ -30,7 +31,7 @@ def write_atomically(path: Path, content: bytes, option: str = "--output_dir") -
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-            Path(temporary).chmod(0o644)
+            Path(temporary).chmod(mode)
             Path(temporary).replace(path)
         except BaseException:
             Path(temporary).unlink(missing_ok=True)

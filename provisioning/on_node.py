@@ -19,6 +19,7 @@ from icom import machine
 from icom.errors import IcomError
 from icom.files import write_atomically
 from icom.parallel.place import DEFAULT_PORT
+from icom.parallel.secret import SECRET, new_secret
 
 MARK = "icom-node: "
 """Before the lines that are for us: a shell's start files may talk too."""
@@ -155,6 +156,8 @@ def profile(number: int, address: str, hosts: str) -> str:
         if variable.name != "PATH":
             name, value = variable.name, shlex.quote(variable.value)
             lines.append(f'[ -n "${{{name}+set}}" ] || export {name}={value}')
+    # Made here, so that it has never been on another computer or on a command line; mpirun hands it on to the ranks.
+    lines.append(f'[ -n "${{{SECRET}+set}}" ] || export {SECRET}={new_secret()}')
     return _PROFILE_HEAD + "\n".join(lines) + "\n"
 
 
@@ -175,12 +178,12 @@ def give_environment(number: int, count: int, address: str, gpus: int, home: Pat
     from huggingface_hub.constants import HF_HOME  # as Accelerate finds it, without importing torch
 
     config = yaml.safe_dump(accelerate_config(number, count, address, gpus), sort_keys=False)
-    for path, text in (
-        (Path(HF_HOME, "accelerate", "default_config.yaml"), config),
-        (home / PROFILE, profile(number, address, str(home / "hosts"))),
+    for path, text, mode in (
+        (Path(HF_HOME, "accelerate", "default_config.yaml"), config, 0o644),
+        (home / PROFILE, profile(number, address, str(home / "hosts")), 0o600),  # the master's has the cluster's secret
     ):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, text.encode(), "HOME")
+        write_atomically(path, text.encode(), "HOME", mode)
     _read_by_login_shells(home)
 
 

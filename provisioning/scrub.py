@@ -67,7 +67,7 @@ HOMES = {
     ),
 }
 # Below the home folders of people:
-PEOPLE = {"icom's records of clusters": ("hosts", ".local/share/icom/clusters")}
+PEOPLE = {"icom's records of clusters": ("hosts", ".local/share/icom/clusters", ".config/icom/environment.sh")}
 # What shells and PAM read: lines that set a token go, the rest stays.
 SYSTEM_STARTUP = (
     *("etc/environment", "etc/environment.d/*", "etc/profile", "etc/profile.d/*"),
@@ -79,7 +79,7 @@ HOME_STARTUP = (
 )
 SETS_TOKEN = re.compile(
     rb"(?<!\w)(?:AWS_[A-Z0-9_]+|HF_TOKEN|HF_API_TOKEN|HUGGING_?FACE_HUB_TOKEN|HUGGINGFACE_TOKEN|WANDB_API_KEY"
-    rb"|COMET_API_KEY|KAGGLE_KEY|GH_TOKEN|GITHUB_TOKEN)="
+    rb"|COMET_API_KEY|KAGGLE_KEY|GH_TOKEN|GITHUB_TOKEN|ICOM_SECRET)="
 )
 
 # What keys and tokens look like, wherever they are.

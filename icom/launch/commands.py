@@ -27,6 +27,7 @@ from icom.launch.hosts import Share, read_hosts, share_out
 from icom.launch.mpi import NAMES, Mpi, command, find_mpi
 from icom.launch.probe import Request
 from icom.names import plain
+from icom.parallel.secret import SECRET, find_secret, new_secret
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPT = ROOT / "textual_inversion_icom.py"
@@ -47,6 +48,8 @@ def launch_mpirun(config: LaunchMpirunConfig) -> None:
     master = find_master([share.host for share in shares], os.environ)
     variables = cluster_variables(mpi, master, os.environ)
     environment = dict(os.environ) | {v.name: v.value for v in variables}
+    find_secret(os.environ)  # a wrong one is refused here, and not by every rank
+    environment.setdefault(SECRET, new_secret())
     # Quiet, because icom tells its errors itself: no stack of Accelerate's from every process after them.
     program = [sys.executable, "-m", "icom.launch.on_host", "accelerate", "launch", "--quiet"]
     program += ["--config_file", str(accelerate_config)]
@@ -54,7 +57,7 @@ def launch_mpirun(config: LaunchMpirunConfig) -> None:
     program += [str(SCRIPT), *config.training_options]
     line = command(mpi, shares, program, environment)
     if config.dry_run:
-        show(line, mpi, variables, _own_variables(shares, environment))
+        show(line, mpi, [*variables, _secret_unshown()], _own_variables(shares, environment))
         return
     targets = [Target(share.host.name, is_this_machine(share.host.name), share.ranks) for share in shares]
     print(f"icom: asking {_count(len(targets), 'host')} (a large model takes a while to read) …", file=sys.stderr)
@@ -76,6 +79,12 @@ def launch_mpirun(config: LaunchMpirunConfig) -> None:
         raise IcomError(f"Cannot start {line[0]}: {error.strerror}.") from None
 
 
+def _secret_unshown() -> Variable:
+    if SECRET in os.environ:
+        return Variable(SECRET, "(not shown)", YOURS)
+    return Variable(SECRET, "(made for each run)", "the processes know each other by it; never on a command line")
+
+
 def launch_env(config: LaunchEnvConfig) -> None:
     """Print what is the same on all hosts as `export` lines of a shell.
 
@@ -88,8 +97,13 @@ def launch_env(config: LaunchEnvConfig) -> None:
     print(f"# For {NAMES[mpi.flavour]}: {mpi.mpirun}")
     for variable in cluster_variables(mpi, find_master(hosts, os.environ), os.environ):
         print(f"export {variable.name}={shlex.quote(variable.value)}  # {variable.why}")
+    # Made by the shell that reads it, so that it stands neither here nor on a command line.
+    make = shlex.join([sys.executable, "-c", "import secrets; print(secrets.token_hex(32))"])
+    print(f'[ -n "${{{SECRET}+set}}" ] || export {SECRET}="$({make})"  # {_secret_unshown().why}')
     if mpi.flavour == "openmpi":
-        print("# Open MPI passes on only what it is told to: mpirun -x MASTER_ADDR -x MASTER_PORT -x PATH …")
+        print(
+            "# Open MPI passes on only what it is told to: mpirun -x MASTER_ADDR -x MASTER_PORT -x ICOM_SECRET -x PATH …"
+        )
     print("# Threads, preloads and gloo's interface are each host's own affair: mpirun … python -m icom.launch.on_host")
     print("# accelerate launch … sets them there.")
 

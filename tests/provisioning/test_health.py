@@ -27,6 +27,7 @@ import yaml
 from icom.setup_env.environment import Environment
 from icom.setup_env.install import installed_extras
 from provisioning.health import has_amx
+from provisioning.on_node import PROFILE
 from tests.support.command import ROOT
 from tests.support.hosts import HOME, INTERFACE, Cluster, Host, cluster
 from tests.support.mpi import finish, metrics, ranks, training_options
@@ -109,7 +110,11 @@ def test_login_shells_find_everything_and_are_told_once(nodes: Nodes) -> None:
     assert nodes.answer(nodes.master, look, "sh") == programs
     told = nodes.answer(nodes.master, "echo $MASTER_ADDR $MASTER_PORT $I_MPI_HYDRA_IFACE")
     assert told == [nodes.master.address, "29500", INTERFACE]
-    assert nodes.answer(nodes.first, "echo $MASTER_ADDR") == []
+    assert nodes.answer(nodes.first, "echo $MASTER_ADDR $ICOM_SECRET") == []
+    (secret,) = nodes.answer(nodes.master, "echo $ICOM_SECRET")
+    assert re.fullmatch("[0-9a-f]{64}", secret)
+    profile = nodes.master.path(HOME / PROFILE)
+    assert secret in profile.read_text() and profile.stat().st_mode & 0o777 == 0o600
     for file in (nodes.master.path(HOME / ".profile"), nodes.second.path(HOME / ".bash_profile")):
         assert file.read_text().count("environment.sh") == 2  # [ ! -f … ] || . …
 
@@ -128,12 +133,19 @@ def test_plain_accelerate_launch_under_mpirun(nodes: Nodes) -> None:
                 for pid in ranks(host):
                     with suppress(OSError):  # it has ended
                         variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
-                        met[host.name] = sorted(v for v in variables if v.startswith(("MASTER_", "PMI_RANK")))
+                        met[host.name] = sorted(v for v in variables if v.startswith(("ICOM_S", "MASTER_", "PMI_RANK")))
             time.sleep(0.2)
         run = finish(command)
     assert run.code == 0, run.said
+    (secret,) = nodes.answer(nodes.master, "echo $ICOM_SECRET")
+    assert secret not in run.said
     assert met == {
-        host.name: [f"MASTER_ADDR={nodes.master.address}", "MASTER_PORT=29500", f"PMI_RANK={rank}"]
+        host.name: [
+            f"ICOM_SECRET={secret}",
+            f"MASTER_ADDR={nodes.master.address}",
+            "MASTER_PORT=29500",
+            f"PMI_RANK={rank}",
+        ]
         for rank, host in enumerate(nodes.all)
     }
     assert "x 3 processes" in run.said

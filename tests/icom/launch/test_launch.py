@@ -8,6 +8,7 @@ Guards icom.launch.commands, hosts and mpi.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -186,11 +187,12 @@ def test_without_mpirun_it_says_how_to_get_one(tmp_path: Path, monkeypatch: pyte
 def mpirun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The first mpirun in PATH: calls itself MPICH, tells what it was given, and fails."""
     script = (
-        f'[ "$1" = --version ] && exec printf "{VERSIONS["mpich"]}\\n"; echo "$MASTER_ADDR:$MASTER_PORT $*"; exit 7'
+        f'[ "$1" = --version ] && exec printf "{VERSIONS["mpich"]}\\n"; echo "$MASTER_ADDR:$MASTER_PORT $*"; '
+        'echo "$ICOM_SECRET"; exit 7'
     )
     path = stand_in(tmp_path / "bin/mpirun.mpich", script)
     monkeypatch.setenv("PATH", f"{path.parent}:{os.environ['PATH']}")
-    for name in ("MASTER_ADDR", "MASTER_PORT", "KMP_BLOCKTIME", "OMP_NUM_THREADS", "LD_PRELOAD"):
+    for name in ("MASTER_ADDR", "MASTER_PORT", "KMP_BLOCKTIME", "OMP_NUM_THREADS", "LD_PRELOAD", "ICOM_SECRET"):
         monkeypatch.delenv(name, raising=False)
     return path
 
@@ -212,7 +214,10 @@ def test_mpirun_gets_command_and_environment_and_gives_its_exit_code(
     process = start_process("launch", "mpirun", *options, "--", *TRAINING)
     out, err = process.communicate()
     assert process.returncode == 7, err
-    master, _, given = out.strip().partition(" ")
+    line, secret = out.splitlines()
+    assert re.fullmatch("[0-9a-f]{64}", secret)
+    assert secret not in line + err
+    master, _, given = line.partition(" ")
     port = master.removeprefix("127.0.0.1:")
     assert port.isdigit()
     launch = f"{sys.executable} -m icom.launch.on_host accelerate launch --quiet --config_file {accelerate_config}"
@@ -268,6 +273,16 @@ def test_dry_run_shows_what_comes_from_where(
     monkeypatch.setenv("KMP_BLOCKTIME", "7")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     options = ["--hosts", str(hosts_file), "--mpi", "mpich", "--accelerate_config", str(accelerate_config), "--dry-run"]
+    for secret, row in ((None, "(made for each run)"), ("0f" * 32, "(not shown) all hosts set by you")):
+        if secret:
+            monkeypatch.setenv("ICOM_SECRET", secret)
+        shown = icom("launch", "mpirun", *options, "--", *TRAINING)
+        assert f"ICOM_SECRET {row}" in " ".join(shown.out.split())
+        assert "0f0f" not in shown.out + shown.err
+    monkeypatch.setenv("ICOM_SECRET", "secret")
+    refused = icom("launch", "mpirun", *options, "--", *TRAINING)
+    assert refused.code == 2 and "ICOM_SECRET is no secret" in refused.err
+    monkeypatch.delenv("ICOM_SECRET")
     shown = icom("launch", "mpirun", *options, "--", *TRAINING)
     assert shown.code == 0, shown.err
     assert shown.out.startswith(f"{mpirun} -hosts localhost -n 1 -ppn 1 ")
@@ -324,11 +339,17 @@ def test_env_is_for_a_shell(mpirun: Path, hosts_file: Path, icom: Icom, monkeypa
     monkeypatch.setenv("PATH", f"{os.environ['PATH']}:{odd}")
     printed = icom("launch", "env", "--hosts", str(hosts_file), "--mpi", "mpich")
     assert printed.code == 0, printed.err
-    script = 'eval "$1"; echo "$MASTER_ADDR $KMP_BLOCKTIME"; echo "$PATH"'
-    done = subprocess.run(
-        ["sh", "-euc", script, "sh", printed.out], capture_output=True, check=True, text=True, env={"PATH": os.defpath}
-    )
-    first, path = done.stdout.splitlines()
+    script = 'eval "$1"; echo "$MASTER_ADDR $KMP_BLOCKTIME"; echo "$ICOM_SECRET"; echo "$PATH"'
+    secrets = set()
+    for given in ({}, {}, {"ICOM_SECRET": ""}, {"ICOM_SECRET": "ab" * 16}):
+        words, environment = ["sh", "-euc", script, "sh", printed.out], {"PATH": os.defpath, **given}
+        done = subprocess.run(words, capture_output=True, check=True, text=True, env=environment)
+        first, secret, path = done.stdout.splitlines()
+        secrets.add(secret)
+    # What is set stays, and the others are new ones, which nobody has seen.
+    assert {len(secret) for secret in secrets} == {0, 32, 64}
+    assert len(secrets) == 4
+    assert not any(secret in printed.out for secret in secrets if secret)
     assert first == "127.0.0.1 1"
     assert path.endswith(f":{odd}")
     assert path.startswith(str(Path(sys.executable).parent))

@@ -8,6 +8,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
 
 import pytest
 from xdist.remote import Producer
@@ -16,6 +17,7 @@ from xdist.scheduler import LoadScopeScheduling
 from tests.support import reaper, warm
 from tests.support.command import ROOT, Result, train_arguments
 from tests.support.hosts import missing
+from tests.support.ranks import Ranks
 
 # Nothing may look for the Hub: an address where nobody listens. Set before anything of Hugging Face is imported.
 os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"
@@ -157,3 +159,19 @@ def icom(capfd: pytest.CaptureFixture[str]) -> Callable[..., Result]:
 def train(icom: Callable[..., Result]) -> Callable[..., Result]:
     """Train in this process: `train(output_dir=tmp_path, seed=1)`."""
     return lambda **options: icom(*train_arguments(**options))
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
+    """Start processes that train: `ranks(3, seed=1)`; in `out`, below their own folders."""
+    started: list[Ranks] = []
+
+    def start(count: int, *, of: dict[int, dict[str, str]] | None = None, **options: object) -> Ranks:
+        words = {name: options.pop(name) for name in ("folder", "secret", "late") if name in options}
+        arguments = ["-m", "icom", *train_arguments(**({"output_dir": "out"} | options))]
+        started.append(Ranks(words.pop("folder", tmp_path), count, *arguments, of=of, **words))  # type: ignore[arg-type]
+        return started[-1]
+
+    yield start
+    for group in started:
+        group.end()

@@ -101,9 +101,7 @@ def launch_env(config: LaunchEnvConfig) -> None:
     make = shlex.join([sys.executable, "-c", "import secrets; print(secrets.token_hex(32))"])
     print(f'[ -n "${{{SECRET}+set}}" ] || export {SECRET}="$({make})"  # {_secret_unshown().why}')
     if mpi.flavour == "openmpi":
-        print(
-            "# Open MPI passes on only what it is told to: mpirun -x MASTER_ADDR -x MASTER_PORT -x ICOM_SECRET -x PATH …"
-        )
+        print("# Open MPI passes on only what it is told to: mpirun -x ICOM_SECRET -x MASTER_ADDR -x MASTER_PORT …")
     print("# Threads, preloads and gloo's interface are each host's own affair: mpirun … python -m icom.launch.on_host")
     print("# accelerate launch … sets them there.")
 

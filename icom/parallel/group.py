@@ -1,8 +1,8 @@
 """The processes of a run: how they meet, what they tell each other, and how they end together.
 
 The process group exists before Accelerate is started, which adopts it and would make a gloo group of its own otherwise.
-Small things (a seed, digests) go through the store (icom/parallel/store.py), signed, as JSON or raw bytes; per optimizer
-step there is one all-reduce. icom/parallel/liveness.py listens meanwhile whether all of them live.
+Small things (a seed, digests) go through the store (icom/parallel/store.py), signed, as JSON or raw bytes; per
+optimizer step there is one all-reduce. icom/parallel/liveness.py listens meanwhile whether all of them live.
 """
 
 from __future__ import annotations

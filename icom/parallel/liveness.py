@@ -4,8 +4,8 @@ A collective that a peer has left fails at once when the peer's machine says so 
 cannot (the network is down, the machine hangs). PyTorch's answer is a timeout for collectives, but rank 0 draws
 validation pictures for minutes while the others wait in one. So every process
 
-- has a connection to rank 0 that carries nothing (icom/parallel/lines.py): its end is the end of the process, and is seen
-  in milliseconds, which counts, because some launchers kill all the others a third of a second later;
+- has a connection to rank 0 that carries nothing (icom/parallel/lines.py): its end is the end of the process, and is
+  seen in milliseconds, which counts, because some launchers kill all the others a third of a second later;
 - beats in the store, once a second, from a thread that needs neither the main thread nor the collectives;
 - knows the processes that mpirun reached it through, without which nobody could stop it any more.
 """

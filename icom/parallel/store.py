@@ -26,8 +26,8 @@ class Forged(IcomError):
 class SignedStore(Store):
     """Another store, whose values are preceded by a signature over name and value.
 
-    What torch's own libraries use to meet (set, get, wait) goes through it as well: they call these methods. Other
-    operations of a store (add, append, …) would leave something unsigned, and fail.
+    What torch's own libraries use to meet (set, get, wait) goes through it as well: they call these methods. A store's
+    counters (add) cannot be signed, and fail.
     """
 
     def __init__(self, unsigned: Any, key: bytes, where: str) -> None:

@@ -6,13 +6,11 @@ Guards icom.parallel.place and icom.parallel.group.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,7 +22,8 @@ from icom.parallel.place import Place, choose_collectives, find_place, first_of_
 from icom.training.checkpoint import load_checkpoint
 from icom.training.report import read_metrics
 from icom.training.step import message
-from tests.support.command import ROOT, Result, long, start_python, train_arguments
+from tests.support.command import ROOT, Result, long, train_arguments
+from tests.support.ranks import Ranks
 
 Train = Callable[..., Result]
 
@@ -45,7 +44,6 @@ SLURM = {
     "SLURM_STEP_NODELIST": "xeon[07-09]",
 }
 MASTER = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29511"}
-SWITCHES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME")
 
 
 @pytest.mark.parametrize(
@@ -116,56 +114,6 @@ def test_collectives_that_are_not_there() -> None:
 
 
 # ---------------------------------------------------------------- real processes
-
-
-class Ranks:
-    """Real processes, with the variables that Hydra would set; each with a folder of its own to stand in."""
-
-    def __init__(self, folder: Path, count: int, *arguments: str, of: dict[int, dict[str, str]] | None = None) -> None:
-        """Args: a folder to work in; how many; of `python`; rank -> more of its environment."""
-        port = str(_free_port())
-        self.folders = [folder / f"rank{rank}" for rank in range(count)]
-        self.processes = []
-        for rank, own in enumerate(self.folders):
-            own.mkdir(parents=True, exist_ok=True)
-            environment = {name: value for name, value in os.environ.items() if name not in SWITCHES}
-            environment |= {
-                "PMI_RANK": str(rank),
-                "PMI_SIZE": str(count),
-                "MPI_LOCALRANKID": str(rank),
-                "MPI_LOCALNRANKS": str(count),
-                "MASTER_PORT": port,
-                **(of or {}).get(rank, {}),
-            }
-            self.processes.append(start_python(*arguments, environment=environment, folder=own))
-
-    def results(self) -> list[Result]:
-        """Of all, once all have ended; what hangs is the test's time limit's."""
-        told = [process.communicate() for process in self.processes]
-        return [Result(process.returncode, *t) for process, t in zip(self.processes, told, strict=True)]
-
-    def wait_for_steps(self, count: int) -> None:
-        """Until rank 0 has logged so many."""
-        log = self.folders[0] / "out" / "metrics.jsonl"
-        while not log.exists() or len(log.read_text().splitlines()) < count:
-            assert all(process.poll() is None for process in self.processes)
-            time.sleep(0.02)
-
-
-@pytest.fixture
-def ranks(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
-    """Start processes that train: `ranks(3, seed=1)`; in `out`, below their own folders."""
-    started: list[Ranks] = []
-
-    def start(count: int, *, of: dict[int, dict[str, str]] | None = None, **options: object) -> Ranks:
-        arguments = train_arguments(**({"output_dir": "out"} | options))
-        started.append(Ranks(tmp_path, count, "-m", "icom", *arguments, of=of))
-        return started[-1]
-
-    yield start
-    for process in (process for group in started for process in group.processes):
-        process.kill()
-        process.communicate()
 
 
 def test_three_ranks_equal_one(tmp_path: Path, train: Train, ranks: Callable[..., Ranks]) -> None:
@@ -358,12 +306,6 @@ def test_ranks_that_do_not_meet(tmp_path: Path) -> None:
         zero, one = Ranks(tmp_path, 2, "-c", JOIN, of={0: port, 1: port}).results()
     assert f"ERROR Rank 0 cannot listen on 127.0.0.1:{port['MASTER_PORT']}" in zero.out
     assert f"cannot reach rank 0 at 127.0.0.1:{port['MASTER_PORT']} within 3 s" in one.out
-
-
-def _free_port() -> int:
-    with socket.socket() as any_socket:
-        any_socket.bind(("127.0.0.1", 0))
-        return int(any_socket.getsockname()[1])
 
 
 def _rows(folder: Path) -> torch.Tensor:

@@ -310,7 +310,8 @@ def test_who_only_knocks_changes_nothing(
     assert not list(tmp_path.rglob("PWNED"))
 
 
-def test_run_on_one_machine_listens_on_loopback_alone_and_to_nobody_new(ranks: StartRanks, tmp_path: Path) -> None:
+def test_run_on_one_machine_listens_on_loopback_alone_and_to_nobody_new(ranks: StartRanks, stranger: Stranger) -> None:
+    """Gloo's own ports stay open; knocking there changes nothing."""
     secret = new_secret()
     group = ranks(2, secret=secret, max_train_steps=10_000)
     group.wait_for_steps(1)
@@ -319,6 +320,9 @@ def test_run_on_one_machine_listens_on_loopback_alone_and_to_nobody_new(ranks: S
     assert {address for addresses in found for address in addresses.values()} <= {"127.0.0.1", "::ffff:127.0.0.1"}
     with pytest.raises(OSError):
         socket.create_connection(("127.0.0.1", group.port), 0.5)
+    for port in {*found[0], *found[1]} - {group.port}:
+        stranger.knock(port, 30)
+    group.wait_for_steps(len(read_metrics(group.folders[0] / "out" / "metrics.jsonl")) + 5)
     group.processes[0].terminate()
     results = group.results()
     assert [result.code for result in results] == [143, 143], results

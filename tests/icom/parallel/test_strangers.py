@@ -1,6 +1,6 @@
 """Strangers at the ports of a run: who only knocks changes nothing, and whoever writes is not believed.
 
-Guards icom.parallel.store, icom.parallel.lines, icom.parallel.listening, icom.parallel.secret and icom.parallel.meeting.
+Guards icom.parallel.store, lines, listening, secret and meeting.
 """
 
 from __future__ import annotations

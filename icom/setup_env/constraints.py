@@ -32,25 +32,9 @@ def refresh_constraints(env: Mapping[str, str]) -> None:
         for version in PINNED_PYTHONS:
             say(f"resolving for Python {version}")
             # pip resolves for another Python than its own only for wheels and into a folder.
-            answer = ask(
-                [
-                    *pip(venv),
-                    "install",
-                    "--dry-run",
-                    "--quiet",
-                    "--ignore-installed",
-                    "--report",
-                    "-",
-                    "--python-version",
-                    version,
-                    "--only-binary",
-                    ":all:",
-                    "--target",
-                    folder,
-                    torch,
-                    *direct,
-                ]
-            )
+            wanted = "install --dry-run --quiet --ignore-installed --report - --only-binary :all:".split()
+            wanted += ["--python-version", version, "--target", folder, torch, *direct]
+            answer = ask([*pip(venv), *wanted])
             if answer.returncode:
                 raise SetupError(f"no solution for Python {version}:\n{last_lines(answer.stderr, 8)}")
             for item in json.loads(answer.stdout)["install"]:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -71,19 +71,37 @@ class Problem:
     stops: bool = True
 
 
-def check(targets: list[Target], request: Request, environment: Mapping[str, str]) -> list[Problem]:
+def probe_command(target: Target, environment: Mapping[str, str]) -> list[str]:
+    """What asks a host: the probe, in this folder and with this Python, over ssh unless it is this machine."""
+    program = [sys.executable, "-m", "icom.launch.probe"]
+    if target.local:
+        return program
+    if path := environment.get("PYTHONPATH"):  # mpirun passes it on
+        program = ["env", f"PYTHONPATH={path}", *program]
+    remote = f"cd {shlex.quote(str(Path.cwd()))} || exit {_NO_FOLDER}; {shlex.join(program)}"
+    return [*_SSH, target.name, remote]
+
+
+Reach = Callable[[Target, Mapping[str, str]], list[str]]
+"""From a host and the environment to the command that runs the probe there."""
+
+
+def check(
+    targets: list[Target], request: Request, environment: Mapping[str, str], reach: Reach = probe_command
+) -> list[Problem]:
     """Ask all hosts at once.
 
     Args:
         targets: the hosts; the first is asked to listen, the others to connect to it.
         request: the same for all.
         environment: of which the hosts get what mpirun would pass on and the answers depend on.
+        reach: the command that runs the probe on a host.
 
     Returns:
         Problems in order of the hosts.
     """
     request = replace(request, environment={name: environment[name] for name in _FOLDERS if name in environment})
-    conversation = _Conversation(len(targets))
+    conversation = _Conversation(len(targets), reach)
     with ThreadPoolExecutor(len(targets)) as pool:
         asked = [
             pool.submit(conversation.ask, target, replace(request, listens=number == 0), environment)
@@ -123,7 +141,8 @@ def _too_few_cores(target: Target, answer: Answer) -> Iterable[Problem]:
 class _Conversation:
     """The probes of all hosts, which wait for each other in two places: see icom.launch.probe."""
 
-    def __init__(self, hosts: int) -> None:
+    def __init__(self, hosts: int, reach: Reach) -> None:
+        self._reach = reach
         self._first_spoke = threading.Event()
         self._first_listens = False
         self._others_left = hosts - 1
@@ -149,7 +168,7 @@ class _Conversation:
         # A file, because nobody reads it before the end: a pipe could fill.
         with tempfile.TemporaryFile("w+", errors="replace") as errors, contextlib.ExitStack() as stack:
             process = subprocess.Popen(
-                probe_command(target, environment),
+                self._reach(target, environment),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -209,17 +228,6 @@ class _Conversation:
                 continue
             return read_answer(message)
         return None
-
-
-def probe_command(target: Target, environment: Mapping[str, str]) -> list[str]:
-    """What asks a host: the probe, in this folder and with this Python, over ssh unless it is this machine."""
-    program = [sys.executable, "-m", "icom.launch.probe"]
-    if target.local:
-        return program
-    if path := environment.get("PYTHONPATH"):  # mpirun passes it on
-        program = ["env", f"PYTHONPATH={path}", *program]
-    remote = f"cd {shlex.quote(str(Path.cwd()))} || exit {_NO_FOLDER}; {shlex.join(program)}"
-    return [*_SSH, target.name, remote]
 
 
 def _explain(target: Target, code: int, errors: str) -> Problem:

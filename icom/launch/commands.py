@@ -6,6 +6,7 @@ import os
 import secrets
 import shlex
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from icom.config.launch import LaunchEnvConfig, LaunchMpirunConfig
@@ -24,6 +25,7 @@ from icom.launch.environment import (
     is_this_machine,
 )
 from icom.launch.hosts import Share, read_hosts, share_out
+from icom.launch.launch import Launch, become, show
 from icom.launch.mpi import NAMES, Mpi, command, find_mpi
 from icom.launch.probe import Request
 from icom.names import plain
@@ -46,22 +48,14 @@ def launch_mpirun(config: LaunchMpirunConfig) -> None:
     accelerate_config = _accelerate_config(config.accelerate_config)
     mpi = find_mpi(config.mpi)
     master = find_master([share.host for share in shares], os.environ)
-    variables = cluster_variables(mpi, master, os.environ)
-    environment = dict(os.environ) | {v.name: v.value for v in variables}
     find_secret(os.environ)  # a wrong one is refused here, and not by every rank
-    environment.setdefault(SECRET, new_secret())
-    # Quiet, because icom tells its errors itself: no stack of Accelerate's from every process after them.
-    program = [sys.executable, "-m", "icom.launch.on_host", "accelerate", "launch", "--quiet"]
-    program += ["--config_file", str(accelerate_config)]
-    program += ["--main_process_ip", master.address, "--main_process_port", str(master.port)]
-    program += [str(SCRIPT), *config.training_options]
-    line = command(mpi, shares, program, environment)
+    launch = mpirun(mpi, shares, master, accelerate_config, config.training_options, os.environ, new_secret())
     if config.dry_run:
-        show(line, mpi, [*variables, _secret_unshown()], _own_variables(shares, environment))
+        show(launch, _own_variables(shares, launch))
         return
     targets = [Target(share.host.name, is_this_machine(share.host.name), share.ranks) for share in shares]
     print(f"icom: asking {_count(len(targets), 'host')} (a large model takes a while to read) …", file=sys.stderr)
-    problems = check(targets, _request(training, accelerate_config, mpi, master, variables), os.environ)
+    problems = check(targets, _request(training, accelerate_config, mpi, master, launch), os.environ)
     if problems:
         show_problems(problems)
     if any(problem.stops for problem in problems):
@@ -73,16 +67,44 @@ def launch_mpirun(config: LaunchMpirunConfig) -> None:
         file=sys.stderr,
         flush=True,
     )
-    try:
-        os.execvpe(line[0], line, environment)
-    except OSError as error:
-        raise IcomError(f"Cannot start {line[0]}: {error.strerror}.") from None
+    become(launch)
 
 
-def _secret_unshown() -> Variable:
-    if SECRET in os.environ:
-        return Variable(SECRET, "(not shown)", YOURS)
-    return Variable(SECRET, "(made for each run)", "the processes know each other by it; never on a command line")
+def mpirun(
+    mpi: Mpi,
+    shares: list[Share],
+    master: Master,
+    accelerate_config: Path,
+    training_options: Sequence[str],
+    environment: Mapping[str, str],
+    secret: str,
+) -> Launch:
+    """What `icom launch mpirun` starts. Pure: it looks at nothing but these.
+
+    Args:
+        mpi: whose mpirun.
+        shares: the hosts and their numbers of processes.
+        master: where rank 0 will listen.
+        accelerate_config: for `accelerate launch`, which every process goes through.
+        training_options: as typed.
+        environment: the user's, which goes first.
+        secret: for the processes to know each other by, unless the user gave one.
+    """
+    variables = [*cluster_variables(mpi, master, environment), _secret_variable(environment, secret)]
+    # Quiet, because icom tells its errors itself: no stack of Accelerate's from every process after them.
+    program = [sys.executable, "-m", "icom.launch.on_host", "accelerate", "launch", "--quiet"]
+    program += ["--config_file", str(accelerate_config)]
+    program += ["--main_process_ip", master.address, "--main_process_port", str(master.port)]
+    program += [str(SCRIPT), *training_options]
+    names = {*environment, *(variable.name for variable in variables)}
+    return Launch(command(mpi, shares, program, names), variables, f"{NAMES[mpi.flavour]}: {mpi.version}")
+
+
+def _secret_variable(environment: Mapping[str, str], secret: str) -> Variable:
+    if SECRET in environment:
+        return Variable(SECRET, environment[SECRET], YOURS, "(not shown)")
+    why = "the processes know each other by it; never on a command line"
+    return Variable(SECRET, secret, why, "(made for each run)")
 
 
 def launch_env(config: LaunchEnvConfig) -> None:
@@ -99,7 +121,7 @@ def launch_env(config: LaunchEnvConfig) -> None:
         print(f"export {variable.name}={shlex.quote(variable.value)}  # {variable.why}")
     # Made by the shell that reads it, so that it stands neither here nor on a command line.
     make = shlex.join([sys.executable, "-c", "import secrets; print(secrets.token_hex(32))"])
-    print(f'[ -n "${{{SECRET}+set}}" ] || export {SECRET}="$({make})"  # {_secret_unshown().why}')
+    print(f'[ -n "${{{SECRET}+set}}" ] || export {SECRET}="$({make})"  # {_secret_variable(os.environ, "").why}')
     if mpi.flavour == "openmpi":
         print("# Open MPI passes on only what it is told to: mpirun -x ICOM_SECRET -x MASTER_ADDR -x MASTER_PORT …")
     print("# Threads, preloads and gloo's interface are each host's own affair: mpirun … python -m icom.launch.on_host")
@@ -158,9 +180,9 @@ def _read_as_accelerate(path: Path) -> None:
         )
 
 
-def _request(training: TrainConfig, accelerate: Path, mpi: Mpi, master: Master, variables: list[Variable]) -> Request:
+def _request(training: TrainConfig, accelerate: Path, mpi: Mpi, master: Master, launch: Launch) -> Request:
     # One that the user set may be no interface's name: Open MPI takes networks and lists too.
-    ours = any(v.name in INTERFACES[mpi.flavour] and v.why != YOURS for v in variables)
+    ours = any(v.name in INTERFACES[mpi.flavour] and v.why != YOURS for v in launch.env)
     return Request(
         pictures=training.train_data_dir,
         model=training.pretrained_model_name_or_path,
@@ -178,26 +200,11 @@ def _request(training: TrainConfig, accelerate: Path, mpi: Mpi, master: Master, 
     )
 
 
-def _own_variables(shares: list[Share], environment: dict[str, str]) -> list[Variable]:
+def _own_variables(shares: list[Share], launch: Launch) -> list[Variable]:
     """What this machine would decide for itself, if it takes part."""
     own = next((share for share in shares if is_this_machine(share.host.name)), None)
+    environment = dict(os.environ) | {variable.name: variable.value for variable in launch.env}
     return host_variables(environment, 0, own.ranks) if own else []
-
-
-def show(line: list[str], mpi: Mpi, variables: list[Variable], own: list[Variable]) -> None:
-    """Print the command and the environment for --dry_run."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    print(f"{shlex.join(line)}\n\n{NAMES[mpi.flavour]}: {mpi.version}")
-    table = Table("variable", "value", "where", "why", box=None, pad_edge=False)
-    table.columns[1].overflow = table.columns[3].overflow = "fold"
-    for where, some in (("all hosts", variables), ("this host; each decides for itself", own)):
-        for variable in some:
-            place = "all hosts" if variable.why == YOURS else where
-            table.add_row(*map(escape, (variable.name, variable.value, place, variable.why)))
-    Console(highlight=False).print(table)
 
 
 def show_problems(problems: list[Problem]) -> None:

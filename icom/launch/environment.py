@@ -50,11 +50,12 @@ _PRELOADS = (
 
 @dataclass(frozen=True)
 class Variable:
-    """One variable, and why it has that value."""
+    """One variable, and why it has that value; `hidden` is shown instead of a value that nobody may see."""
 
     name: str
     value: str
     why: str
+    hidden: str = ""
 
 
 @dataclass(frozen=True)

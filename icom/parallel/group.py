@@ -363,9 +363,9 @@ def prepare_environment(collectives: str, place: Place) -> None:
     if interface and place.world_size > place.local_size:
         # Else gloo takes the address that the machine's own name resolves to, on many 127.0.0.1 or 127.0.1.1.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    elif is_loopback(place.master_address):
+    elif place.world_size == place.local_size and is_loopback(place.master_address):
         # Else it listens at that address, where others may reach it.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", next(i.name for i in machine.interfaces() if i.loopback))
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", next((i.name for i in machine.interfaces() if i.loopback), "lo"))
     if collectives == "ccl":
         own = {"CCL_LOCAL_RANK": str(place.local_rank), "CCL_LOCAL_SIZE": str(place.local_size)}
         if interface and place.world_size > place.local_size:

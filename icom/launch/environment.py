@@ -20,7 +20,8 @@ from icom.config.launch import Flavour
 from icom.errors import IcomError, UsageError
 from icom.launch.hosts import LOCAL_NAMES, Host
 from icom.launch.mpi import Mpi, path_for
-from icom.parallel.place import CCL_ENVIRONMENT, DEFAULT_PORT, has_ccl, is_loopback
+from icom.parallel.environment import CCL_ENVIRONMENT
+from icom.parallel.place import DEFAULT_PORT, has_ccl, is_loopback
 
 _PORTS_TO_TRY = 100
 

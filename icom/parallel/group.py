@@ -21,14 +21,13 @@ from typing import Any
 
 import torch
 
-from icom import machine
 from icom.errors import IcomError, Stopped
-from icom.parallel import meeting
+from icom.parallel import environment, meeting
 from icom.parallel.alike import differences
 from icom.parallel.listening import refuse_newcomers
 from icom.parallel.liveness import Launchers, Problem, Watch
 from icom.parallel.meeting import Call, Met
-from icom.parallel.place import CCL_ENVIRONMENT, SINGLE_PROCESS, Place, export, is_loopback
+from icom.parallel.place import SINGLE_PROCESS, Place
 from icom.parallel.store import Forged, SignedStore
 from icom.signals import end_process
 
@@ -89,7 +88,7 @@ class Group:
 
         if self._store is None:
             return
-        prepare_environment(collectives, self.place)
+        environment.for_collectives(collectives, self.place)
         # torch's libraries call it, and keep no Python object alive. NCCL's threads, which cannot be tried without a
         # GPU, get the plain one.
         self._rendezvous = self._store.clone()
@@ -338,7 +337,7 @@ def joined(place: Place) -> Iterator[Group]:
     if place.world_size == 1:
         yield ALONE
         return
-    export(place)
+    environment.export(place)
     try:
         group = Group(place, meeting.meet(place))
     except (RuntimeError, OSError) as error:  # torch's errors are RuntimeErrors
@@ -352,26 +351,6 @@ def joined(place: Place) -> Iterator[Group]:
         group.leave(error)
         raise
     group.leave()
-
-
-def prepare_environment(collectives: str, place: Place) -> None:
-    """Set what gloo and oneCCL read from the environment, where the user has not."""
-    assert place.master_address is not None
-    interface = machine.interface_towards(place.master_address)
-    if interface in {i.name for i in machine.interfaces() if i.loopback}:
-        interface = machine.interface_towards()  # the master's own name leads to 127.0.1.1 on Debian
-    if interface and place.world_size > place.local_size:
-        # Else gloo takes the address that the machine's own name resolves to, on many 127.0.0.1 or 127.0.1.1.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    elif place.world_size == place.local_size and is_loopback(place.master_address):
-        # Else it listens at that address, where others may reach it.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", next((i.name for i in machine.interfaces() if i.loopback), "lo"))
-    if collectives == "ccl":
-        own = {"CCL_LOCAL_RANK": str(place.local_rank), "CCL_LOCAL_SIZE": str(place.local_size)}
-        if interface and place.world_size > place.local_size:
-            own["FI_TCP_IFACE"] = interface
-        for name, value in (CCL_ENVIRONMENT | own).items():
-            os.environ.setdefault(name, value)
 
 
 def _get(store: SignedStore, key: str) -> bytes:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import importlib.util
 import ipaddress
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,17 +24,6 @@ DEFAULT_PORT = 29500
 
 CCL_BINDINGS = "oneccl_bindings_for_pytorch"
 """Importing it registers the torch.distributed backend `ccl`."""
-
-CCL_ENVIRONMENT = {
-    # The group's addresses come through icom's own store, so that oneCCL needs no MPI. Below `accelerate launch` a
-    # process is mpirun's grandchild, and PMI cannot be reached from there.
-    "CCL_PROCESS_LAUNCHER": "none",
-    "CCL_ATL_TRANSPORT": "ofi",
-    # One thread sends, and without a launcher handing it small messages would cost milliseconds.
-    "CCL_WORKER_COUNT": "1",
-    "CCL_WORKER_OFFLOAD": "0",
-}
-"""What oneCCL reads, the same for all processes."""
 
 _LAUNCHERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
@@ -121,19 +109,6 @@ def find_place(environment: Mapping[str, str]) -> Place:
             'hosts)", or main_process_ip with num_machines in the accelerate configuration.'
         )
     return Place(rank, world_size, local_rank, local_size, launcher, address, _port(environment))
-
-
-def export(place: Place) -> None:
-    """Put the place into this process's environment as torchrun would: what Accelerate and torch.distributed read."""
-    assert place.master_address is not None
-    os.environ |= {
-        "RANK": str(place.rank),
-        "WORLD_SIZE": str(place.world_size),
-        "LOCAL_RANK": str(place.local_rank),
-        "LOCAL_WORLD_SIZE": str(place.local_size),
-        "MASTER_ADDR": place.master_address,
-        "MASTER_PORT": str(place.master_port),
-    }
 
 
 def choose_collectives(wanted: CollectivesName, device_default: str) -> tuple[str, str]:

@@ -25,6 +25,7 @@ from icom.errors import UsageError
 from icom.files import cache_folder
 from icom.methods import Method, textual_inversion
 from icom.models import loading
+from icom.parallel import environment
 from icom.parallel.group import ALONE, Group
 from icom.parallel.place import Place
 from icom.training.checkpoint import Identity, State, find_checkpoint, settings_of
@@ -112,8 +113,7 @@ def start_accelerate(
     from accelerate.utils import ProjectConfiguration
 
     if group.size > 1:
-        # Else Accelerate counts cores by itself, warns, and changes the number of threads.
-        os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
+        environment.for_accelerate()
     project = ProjectConfiguration(
         project_dir=config.output_dir, logging_dir=str(Path(config.output_dir) / config.logging_dir)
     )

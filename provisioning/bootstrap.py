@@ -90,22 +90,22 @@ def bootstrap(
                     away[node.id] = stack.enter_context(made)
         for node in launched:
             install(away[node.id], node.role, gpus, progress)
-        ways: dict[str, Transport] = {**away}
+        transports: dict[str, Transport] = {**away}
         if this_instance:
             this_instance.run(script("keep_files", *FILES))
-            ways[nodes[0].id] = this_instance
-        master = ways[nodes[0].id]
+            transports[nodes[0].id] = this_instance
+        master = transports[nodes[0].id]
         key = _made_key(master, script("make_master_key"))
         for node in nodes:
-            ways[node.id].run(script("authorize_key", f"{key} icom master"))
+            transports[node.id].run(script("authorize_key", f"{key} icom master"))
         _introduce(login, master, nodes)
         for node in nodes[1:]:
             master.run(f"ssh -o BatchMode=yes -o ConnectTimeout=10 {node_name(node)} true")
         progress.say("the master reaches all workers by ssh")
         with progress.doing("all nodes", "Accelerate's configuration, the profile"):
-            give_environment(ways, nodes, gpus)
+            give_environment(transports, nodes, gpus)
         with progress.doing("all nodes", "health: packages, AMX, clocks, network, a sum over all of them"):
-            check_health(ways, nodes, nodes[0].type, gpus, progress.say)
+            check_health(transports, nodes, nodes[0].type, gpus, progress.say)
 
 
 def _replace_host_key(login: Login, node: Node, old: SshTransport, wait_minutes: float) -> SshTransport:

@@ -69,7 +69,7 @@ def has_amx(instance_type: str) -> bool:
 
 
 def check_health(
-    ways: Mapping[str, Transport],
+    transports: Mapping[str, Transport],
     nodes: tuple[Node, ...],
     instance_type: str,
     gpus: int,
@@ -78,7 +78,7 @@ def check_health(
     """Look at all nodes at once, and let them sum a number through mpirun.
 
     Args:
-        ways: to every node, by its id; `give_environment` has served them.
+        transports: to every node, by its id; `give_environment` has served them.
         nodes: all of the cluster, master first.
         instance_type: of all of them.
         gpus: that each has.
@@ -88,7 +88,7 @@ def check_health(
         IcomError: something is wrong: every problem, with its node and what to do.
     """
     with ThreadPoolExecutor(MOST_AT_ONCE) as pool:
-        asked = [pool.submit(_ask, ways[node.id], node, nodes) for node in nodes]
+        asked = [pool.submit(_ask, transports[node.id], node, nodes) for node in nodes]
         answers = dict(zip(nodes, [future.result() for future in asked], strict=True))
     facts = {node: answer[0] for node, answer in answers.items() if not isinstance(answer, NodeProblem)}
     clocks = {node: answer[1] for node, answer in answers.items() if not isinstance(answer, NodeProblem)}
@@ -96,7 +96,7 @@ def check_health(
     alone += [*_packages(facts), *_interfaces(facts, nodes), *_gpus(facts, gpus)]
     problems = [*alone, *_amx(facts, instance_type), *_clocks(clocks)]
     if not alone:  # else it would fail for the reasons that are known already
-        outcome = _all_reduce(ways[nodes[0].id], nodes)
+        outcome = _all_reduce(transports[nodes[0].id], nodes)
         if isinstance(outcome, NodeProblem):
             problems.append(outcome)
         else:
@@ -110,12 +110,12 @@ def check_health(
     say(f"healthy: {len(nodes)} nodes, the same packages{amx}, clocks within {spread + 2 * doubt:.2f} s")
 
 
-def _ask(way: Transport, node: Node, nodes: tuple[Node, ...]) -> tuple[Facts, Clock] | NodeProblem:
+def _ask(transport: Transport, node: Node, nodes: tuple[Node, ...]) -> tuple[Facts, Clock] | NodeProblem:
     """One step on one node: its clock, its facts, its clock again."""
     look = script("facts", MARK, PROFILE, *(names.address(other.private_ip) for other in nodes if other != node))
     began = time.time()
     try:
-        said = way.run(look)
+        said = transport.run(look)
     except Stopped:
         raise
     except IcomError as error:

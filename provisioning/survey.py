@@ -346,10 +346,9 @@ def _quota(aws: Aws, config: ProvisionConfig, wanted: int) -> str:
     """
     from botocore.exceptions import BotoCoreError, ClientError
 
-    codes = _quota_codes(config.instance_type)
-    if codes is None or config.capacity_reservation or not wanted:
+    code = _quota_code(config.instance_type, config.spot)
+    if code is None or config.capacity_reservation or not wanted:
         return "not checked"
-    code = codes[config.spot]
     try:
         limit = aws.quotas.get_service_quota(ServiceCode="ec2", QuotaCode=code)["Quota"]["Value"]
     except (BotoCoreError, ClientError) as error:
@@ -360,8 +359,7 @@ def _quota(aws: Aws, config: ProvisionConfig, wanted: int) -> str:
     used = 0
     for instance in (i for reservation in running for i in reservation["Instances"]):
         same_market = (instance.get("InstanceLifecycle") == "spot") == config.spot
-        theirs = _quota_codes(instance["InstanceType"])
-        if same_market and theirs and theirs[config.spot] == code:
+        if same_market and _quota_code(instance["InstanceType"], config.spot) == code:
             cpu = instance.get("CpuOptions", {})
             used += cpu.get("CoreCount", 0) * cpu.get("ThreadsPerCore", 0)
     if used + wanted > limit:
@@ -372,8 +370,12 @@ def _quota(aws: Aws, config: ProvisionConfig, wanted: int) -> str:
     return f"{used} + {wanted} of {limit:.0f} vCPUs"
 
 
-def _quota_codes(instance_type: str) -> tuple[str, str] | None:
-    """The codes in QUOTAS for a type; None for families with quotas of their own."""
+def _quota_code(instance_type: str, spot: bool) -> str | None:
+    """The code in QUOTAS for a type; None for families with quotas of their own."""
     series = instance_type.split(".", maxsplit=1)[0]
     letters = re.match(r"[a-z]*", series)
-    return QUOTAS.get(series[:2]) or QUOTAS.get(letters.group() if letters else "")
+    codes = QUOTAS.get(series[:2]) or QUOTAS.get(letters.group() if letters else "")
+    if codes is None:
+        return None
+    on_demand, as_spot = codes
+    return as_spot if spot else on_demand

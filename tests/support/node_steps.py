@@ -34,15 +34,15 @@ def main(step: str, identity: str, addresses: list[str], keys: list[str]) -> Non
     nodes = tuple(node(n, r, a) for n, (r, a) in enumerate(zip(role_names(len(addresses)), addresses, strict=True)))
     with tempfile.TemporaryDirectory() as empty, ExitStack() as stack:
         folder = ClusterFolder(Path(empty))
-        ways: dict[str, Transport] = {}
+        transports: dict[str, Transport] = {}
         for one, key in zip(nodes, keys, strict=True):
             folder.remember([one.id], key)
             connection = connect(Login(folder, "root", Path(identity)), one)
-            ways[one.id] = stack.enter_context(SshTransport(connection, one))
+            transports[one.id] = stack.enter_context(SshTransport(connection, one))
         if step == "health":
-            check_health(ways, nodes, TYPE, 0, print)
+            check_health(transports, nodes, TYPE, 0, print)
         else:
-            give_environment(ways, nodes, int(step))
+            give_environment(transports, nodes, int(step))
 
 
 if __name__ == "__main__":

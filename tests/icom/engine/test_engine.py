@@ -499,3 +499,19 @@ def test_same_loss_curve_with_and_without(tmp_path: Path, train: Callable[..., R
         assert train(output_dir=tmp_path / engine, engine=engine, max_train_steps=20).code == 0
     ours, stock = ([row["loss"] for row in read_metrics(tmp_path / e / "metrics.jsonl")] for e in ("on", "off"))
     assert ours == pytest.approx(stock, rel=1e-5)
+
+
+def test_what_is_trained_is_left_alone() -> None:
+    """A layer that requires gradients stays, with the way to it; everything frozen around it is replaced."""
+    torch.manual_seed(0)
+    unet = UNET.build(ARCHITECTURES["tiny"]).requires_grad_(False).eval()
+    trained = unet.down_blocks[0].attentions[0].transformer_blocks[0].attn2.to_q
+    trained.weight.requires_grad_(True)
+    x, time, text = torch.randn(1, 4, 8, 8), torch.tensor([500]), torch.randn(1, 77, 128)
+    unet(x, time, text).sample.square().sum().backward()
+    expected = trained.weight.grad
+    trained.weight.grad = None
+    assert rewrite(unet, attention.stock)
+    assert unet.down_blocks[0].attentions[0].transformer_blocks[0].attn2.to_q is trained
+    unet(x, time, text).sample.square().sum().backward()
+    torch.testing.assert_close(trained.weight.grad, expected, rtol=1e-3, atol=1e-4)

@@ -314,3 +314,33 @@ def _rows(folder: Path) -> torch.Tensor:
 
 def _losses(folder: Path) -> list[float]:
     return [row["loss"] for row in read_metrics(folder / "metrics.jsonl")]
+
+
+TENSORS = """
+import os, torch
+from icom.parallel import group
+from icom.parallel.place import find_place
+
+group._BUCKET_BYTES = 40  # ten floats
+shapes = [(3,), (2, 4), (1,), (25,), (), (0, 5), (2, 2)]
+kinds = [torch.float32, torch.float64, torch.int64]
+tensors = [torch.arange(4.0 * n + 60).to(kinds[n % 3])[: torch.Size(s).numel()].view(s) for n, s in enumerate(shapes)]
+with group.joined(find_place(os.environ)) as met:
+    met.connect("gloo")
+    mine = [tensor * (met.rank + 1) for tensor in tensors]
+    mine[1] = mine[1].t()  # not contiguous
+    met.sum(mine)
+    mine[1] = mine[1].t()
+    assert all(torch.equal(summed, 6 * tensor) for summed, tensor in zip(mine, tensors, strict=True))
+    named = {str(n): tensor for n, tensor in enumerate(tensors)}
+    got = met.broadcast_tensors(named if met.leads else None)
+    assert list(got) == list(named)
+    assert all(torch.equal(got[name], tensor) and got[name].dtype == tensor.dtype for name, tensor in named.items())
+    print("ALIKE")
+"""
+
+
+def test_any_number_of_tensors_of_any_kind_travels(tmp_path: Path) -> None:
+    """Sums in place and rank 0's tensors for all, against the same computed alone; buckets end anywhere."""
+    results = Ranks(tmp_path, 3, "-c", TENSORS).results()
+    assert [result.out.split() for result in results] == [["ALIKE"]] * 3, results

@@ -5,8 +5,10 @@ Guards icom.training.checkpoint and icom.training.train.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -15,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 
 from icom.training.checkpoint import list_checkpoints
 from tests.support.command import Result, long, start_process, train_arguments
@@ -110,6 +112,29 @@ def test_resume_from_an_older_checkpoint_and_with_more_steps(tmp_path: Path, tra
     assert train(output_dir=parts, **(options | older)).code == 0  # the seed comes from the checkpoint
     assert torch.equal(rows(parts), rows(whole))
     assert losses(parts) == losses(whole)
+
+
+def test_resume_from_a_checkpoint_of_before_there_were_methods(tmp_path: Path, train: Callable[..., Result]) -> None:
+    """Rows and moments under their bare names, the step in state.json alone: as icom wrote them until November 2026."""
+    options: dict[str, object] = {"max_train_steps": 4, "lr_scheduler": "cosine", "lr_warmup_steps": 1}
+    whole, old = tmp_path / "whole", tmp_path / "old"
+    assert train(output_dir=whole, checkpointing_steps=2, **options).code == 0
+    shutil.copytree(whole / "checkpoint-2", old / "checkpoint-2")
+    tensors = load_file(old / "checkpoint-2/state.safetensors")
+    content = save(
+        {
+            "rows": tensors["parameter/rows"],
+            "exp_avg": tensors["optimizer/rows/exp_avg"],
+            "exp_avg_sq": tensors["optimizer/rows/exp_avg_sq"],
+        }
+    )
+    (old / "checkpoint-2/state.safetensors").write_bytes(content)
+    document = json.loads((old / "checkpoint-2/state.json").read_text())
+    document["sha256"] = hashlib.sha256(content).hexdigest()
+    (old / "checkpoint-2/state.json").write_text(json.dumps(document))
+    assert train(output_dir=old, resume_from_checkpoint="latest", **options).code == 0
+    assert torch.equal(rows(old), rows(whole))
+    assert losses(old) == losses(whole)[2:]
 
 
 def test_starting_anew_never_mixes_with_an_earlier_run(tmp_path: Path, train: Callable[..., Result]) -> None:

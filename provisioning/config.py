@@ -158,6 +158,10 @@ class ProvisionConfig(InstanceConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.count < 1:
+            raise UsageError(f"--count has to be at least 1 (a master alone), not {self.count}.")
+        if self.from_this_instance and self.count < 2:
+            raise UsageError("--from_this_instance: this instance is the first of --count, which has to be 2 or more.")
         if self.from_this_instance and not (self.bake and self.setup):
             raise UsageError("--from_this_instance makes an image and sets nodes up: drop --no_bake and --no_setup.")
         if self.volume_gb < (least := LEAST_GB[self.setup]):
@@ -266,10 +270,6 @@ def load_provision_config(flags: Mapping[str, Any]) -> ProvisionConfig:
     config = merge(ProvisionConfig, chosen, flags.get("config"))
     if config.from_this_instance and (fixed := sorted(AS_THIS_INSTANCE & set().union(*chosen))):
         raise UsageError(f"The workers' {', '.join(fixed)} are this instance's with --from_this_instance: drop it.")
-    if config.count < 1:
-        raise UsageError(f"--count has to be at least 1 (a master alone), not {config.count}.")
-    if config.from_this_instance and config.count < 2:
-        raise UsageError("--from_this_instance: this instance is the first of --count, which has to be 2 or more.")
     return config
 
 

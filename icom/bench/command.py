@@ -38,7 +38,7 @@ def bench(config: BenchConfig) -> None:
     """
     config = dataclasses.replace(config, resolution=config.resolution or ARCHITECTURES[config.arch].resolution)
     if config.ranks is not None:
-        bench_ranks(config, _job(config), machine())
+        bench_ranks(config, _job(config), this_machine())
         return
     if config.sweep:
         _sweep(config)
@@ -98,7 +98,7 @@ def summarise(config: BenchConfig, measured: dict[str, list[Measurement]]) -> di
     contenders = {name: _row(rounds) for name, rounds in measured.items()}
     result: dict[str, Any] = {
         "options": {k: v for k, v in dataclasses.asdict(config).items() if k != "json"},
-        "machine": machine(),
+        "machine": this_machine(),
         "contenders": contenders,
         "seconds_per_step": contenders[OURS]["seconds_per_step"],
         "peak_memory_gb": contenders[OURS]["peak_gb"],
@@ -240,7 +240,7 @@ def _print_sweep(config: BenchConfig, rows: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    here = machine()
+    here = this_machine()
     table = Table(
         title=f"Training step, {config.arch} at {config.resolution} px, {_precision(dataclasses.asdict(config))}",
         caption=f"{here['cpu']}, {here['threads']} threads, PyTorch {here['torch']}; medians of {config.rounds} "
@@ -291,7 +291,7 @@ def _precision(options: dict[str, Any]) -> str:
     return "bf16" if options["mixed_precision"] == "bf16" else "fp32"
 
 
-def machine() -> dict[str, Any]:
+def this_machine() -> dict[str, Any]:
     """CPU, cores, threads and versions, for the record of a measurement."""
     return {
         "cpu": cpu_model(),

@@ -62,7 +62,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Problem:
+class HostProblem:
     """A line of the table. One that does not stop the start is a warning."""
 
     host: str
@@ -88,7 +88,7 @@ Reach = Callable[[Target, Mapping[str, str]], list[str]]
 
 def check(
     targets: list[Target], request: Request, environment: Mapping[str, str], reach: Reach = probe_command
-) -> list[Problem]:
+) -> list[HostProblem]:
     """Ask all hosts at once.
 
     Args:
@@ -109,10 +109,10 @@ def check(
         ]
         outcomes = [future.result() for future in asked]
     answers = {t.name: outcome for t, outcome in zip(targets, outcomes, strict=True) if isinstance(outcome, Answer)}
-    problems: list[Problem] = []
+    problems: list[HostProblem] = []
     for target, outcome in zip(targets, outcomes, strict=True):
         if isinstance(outcome, Answer):
-            problems += [Problem(target.name, what, fix) for what, fix in outcome.problems]
+            problems += [HostProblem(target.name, what, fix) for what, fix in outcome.problems]
             problems += _differences(target.name, outcome, answers)
             problems += _too_few_cores(target, outcome)
         else:
@@ -120,22 +120,22 @@ def check(
     return problems
 
 
-def _differences(host: str, answer: Answer, answers: Mapping[str, Answer]) -> Iterable[Problem]:
+def _differences(host: str, answer: Answer, answers: Mapping[str, Answer]) -> Iterable[HostProblem]:
     """Against the first host that answered. What is missing has its own line already."""
     first, reference = next(iter(answers.items()))
     for one in differences({host: answer.versions}, reference.versions):
         if one.found and one.expected:
             fix = _FIXES.get(one.name, "make setup-master, there")
-            yield Problem(host, f"{one.name} {one.found}, but {one.expected} on {first}", fix)
+            yield HostProblem(host, f"{one.name} {one.found}, but {one.expected} on {first}", fix)
     for one in differences({host: answer.digests}, reference.digests):
         if one.found and one.expected:
-            yield Problem(host, f"{one.name}: not the same as on {first}", _FIXES.get(one.name, "copy it there"))
+            yield HostProblem(host, f"{one.name}: not the same as on {first}", _FIXES.get(one.name, "copy it there"))
 
 
-def _too_few_cores(target: Target, answer: Answer) -> Iterable[Problem]:
+def _too_few_cores(target: Target, answer: Answer) -> Iterable[HostProblem]:
     if answer.cores < target.ranks:
         what = f"{target.ranks} processes share {answer.cores} cores"
-        yield Problem(target.name, what, "fewer processes there: host:N, or --ppn", stops=False)
+        yield HostProblem(target.name, what, "fewer processes there: host:N, or --ppn", stops=False)
 
 
 class _Conversation:
@@ -151,7 +151,7 @@ class _Conversation:
         if hosts == 1:
             self._others_done.set()
 
-    def ask(self, target: Target, request: Request, environment: Mapping[str, str]) -> Answer | Problem:
+    def ask(self, target: Target, request: Request, environment: Mapping[str, str]) -> Answer | HostProblem:
         """Run the probe on one host and hear it out."""
         try:
             return self._ask(target, request, environment)
@@ -164,7 +164,7 @@ class _Conversation:
                     if not self._others_left:
                         self._others_done.set()
 
-    def _ask(self, target: Target, request: Request, environment: Mapping[str, str]) -> Answer | Problem:
+    def _ask(self, target: Target, request: Request, environment: Mapping[str, str]) -> Answer | HostProblem:
         # A file, because nobody reads it before the end: a pipe could fill.
         with tempfile.TemporaryFile("w+", errors="replace") as errors, contextlib.ExitStack() as stack:
             process = subprocess.Popen(
@@ -194,7 +194,7 @@ class _Conversation:
                     process.stdin.close()
             except ValueError as error:
                 process.kill()
-                return Problem(target.name, f"its answer is none ({error})", _SAME_COMMIT)
+                return HostProblem(target.name, f"its answer is none ({error})", _SAME_COMMIT)
             timer.cancel()
             if answer:
                 if request.listens:
@@ -203,7 +203,7 @@ class _Conversation:
             process.wait()
             if late.is_set():
                 what = f"no answer within {SECONDS_PER_HOST} s"
-                return Problem(target.name, what, f"see what it is doing: ssh {target.name} uptime")
+                return HostProblem(target.name, what, f"see what it is doing: ssh {target.name} uptime")
             errors.seek(0)
             return _explain(target, process.returncode, errors.read())
 
@@ -230,20 +230,22 @@ class _Conversation:
         return None
 
 
-def _explain(target: Target, code: int, errors: str) -> Problem:
+def _explain(target: Target, code: int, errors: str) -> HostProblem:
     """Why there was no answer."""
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     last = lines[-1] if lines else f"exit code {code}"
     if code == _NO_FOLDER:
-        return Problem(target.name, f"no folder {Path.cwd()}", "clone icom there, at the same place as here")
+        return HostProblem(target.name, f"no folder {Path.cwd()}", "clone icom there, at the same place as here")
     if code == 255 and not target.local:
         fix = next(
             (fix for sign, fix in _SSH_FIXES if sign in errors), "is it switched on, and does `ssh {host}` work?"
         )
-        return Problem(target.name, f"ssh: {last.removeprefix('ssh: ')}", fix.format(host=target.name))
+        return HostProblem(target.name, f"ssh: {last.removeprefix('ssh: ')}", fix.format(host=target.name))
     if code in (126, 127):
         what = f"no {sys.executable}"
-        return Problem(target.name, what, f"make setup-master, there in {Path.cwd()}: the paths have to be the same")
+        return HostProblem(
+            target.name, what, f"make setup-master, there in {Path.cwd()}: the paths have to be the same"
+        )
     if any(words in last for words in ("No module named", "cannot import name", OTHER_COMMIT)):
-        return Problem(target.name, last, _SAME_COMMIT)
-    return Problem(target.name, f"the check failed there: {last}", "repair that, there")
+        return HostProblem(target.name, last, _SAME_COMMIT)
+    return HostProblem(target.name, f"the check failed there: {last}", "repair that, there")

@@ -13,7 +13,7 @@ from icom.config.launch import LaunchEnvConfig, LaunchMpirunConfig
 from icom.config.loading import read_flags
 from icom.config.train import TrainConfig, load_train_config
 from icom.errors import IcomError, UsageError
-from icom.launch.checks import Problem, Target, check
+from icom.launch.checks import HostProblem, Target, check
 from icom.launch.environment import (
     INTERFACES,
     YOURS,
@@ -207,7 +207,7 @@ def _own_variables(shares: list[Share], launch: Launch) -> list[Variable]:
     return host_variables(environment, 0, own.ranks) if own else []
 
 
-def show_problems(problems: list[Problem]) -> None:
+def show_problems(problems: list[HostProblem]) -> None:
     """Print all problems of all hosts as one table."""
     from rich.console import Console
     from rich.markup import escape

@@ -25,7 +25,7 @@ from icom.errors import IcomError, Stopped
 from icom.parallel import environment, meeting
 from icom.parallel.alike import differences
 from icom.parallel.listening import refuse_newcomers
-from icom.parallel.liveness import Launchers, Problem, Watch
+from icom.parallel.liveness import Launchers, RunProblem, Watch
 from icom.parallel.meeting import Call, Met
 from icom.parallel.place import SINGLE_PROCESS, Place
 from icom.parallel.store import Forged, SignedStore
@@ -223,7 +223,7 @@ class Group:
             raise call.error
         return call.result
 
-    def _ended(self, problem: Problem) -> Lost:
+    def _ended(self, problem: RunProblem) -> Lost:
         assert self._watch is not None
         self._watch.handled.set()
         self._lost = Lost(problem.message, problem.lost)
@@ -247,10 +247,10 @@ class Group:
         elif isinstance(error, IcomError):
             # Of what fails in one or in all, the first to say so tells the user.
             if self._lost is None:
-                self._watch.tell(Problem(f"{self.hosts[self.rank]} (rank {self.rank}): {error}", self.rank))
+                self._watch.tell(RunProblem(f"{self.hosts[self.rank]} (rank {self.rank}): {error}", self.rank))
             error.told = True
         elif error is not None and self._lost is None:
-            self._watch.tell(Problem(f"{self.hosts[self.rank]} (rank {self.rank}): {error!r}", self.rank))
+            self._watch.tell(RunProblem(f"{self.hosts[self.rank]} (rank {self.rank}): {error!r}", self.rank))
         if self._lost is None or 0 not in self._lost.ranks:
             self._part(hurry=error is not None)
         self._watch.stop()

@@ -59,7 +59,7 @@ _MPIRUN = ("mpirun", "mpiexec", "orterun", "prterun")
 
 
 @dataclass(frozen=True)
-class Problem:
+class RunProblem:
     """Why the run cannot go on.
 
     Attributes:
@@ -97,7 +97,7 @@ class Watch:
         rank = place.rank
         assert place.master_address
         self.rank, self.hosts = rank, list(hosts)
-        self.problem: Problem | None = None
+        self.problem: RunProblem | None = None
         self.handled = threading.Event()
         self._store, self._launchers = store, launchers
         self._stopped = threading.Event()
@@ -119,7 +119,7 @@ class Watch:
         self._start(self._beat)
         self._start(self._guard)
 
-    def tell(self, problem: Problem) -> Problem:
+    def tell(self, problem: RunProblem) -> RunProblem:
         """Tell the others why the run ends, and the user if that is for this process to do.
 
         Returns:
@@ -131,21 +131,21 @@ class Watch:
             except RuntimeError:
                 pass
             except Forged as error:  # which all of them see
-                problem = Problem(str(error), 0)
+                problem = RunProblem(str(error), 0)
         with self._lock:
             if self.problem is None:
                 self._learn(problem)
             assert self.problem
             return self.problem
 
-    def why_broken(self, error: str) -> Problem:
+    def why_broken(self, error: str) -> RunProblem:
         """After a collective failed: wait until it is known who broke it, at most some seconds."""
         deadline = time.monotonic() + 3 * SUSPECT_SECONDS
         while self.problem is None and time.monotonic() < deadline:
             self._look(SUSPECT_SECONDS)
             time.sleep(0.02)
         alive = f"the processes lost each other ({error.splitlines()[0]}), though all of them are alive."
-        return self.problem or self.tell(Problem(alive, 0))
+        return self.problem or self.tell(RunProblem(alive, 0))
 
     def expect_ends(self) -> None:
         """From now on nobody can be missed: what was to be computed together is."""
@@ -162,7 +162,7 @@ class Watch:
     def _start(run: Callable[[], None]) -> None:
         threading.Thread(target=run, name=f"icom {run.__name__}", daemon=True).start()
 
-    def _learn(self, problem: Problem) -> None:
+    def _learn(self, problem: RunProblem) -> None:
         self.problem = problem
         if problem.speaker == self.rank:
             with contextlib.suppress(OSError):  # where the launcher is gone, nobody may be reading
@@ -173,7 +173,7 @@ class Watch:
     def _lose(self, lost: set[int], speaker: int = 0) -> None:
         if not self._parting:
             why = "It died, or the network is down." if len(lost) == 1 else "They died, or the network is down."
-            self.tell(Problem(f"lost {self._names(lost)}. {why} {_AGAIN}", speaker, frozenset(lost)))
+            self.tell(RunProblem(f"lost {self._names(lost)}. {why} {_AGAIN}", speaker, frozenset(lost)))
 
     def _lose_rank_0(self) -> None:
         # All the others see this and have no store any more to agree in. Rank 0's whole machine may be gone.
@@ -203,7 +203,7 @@ class Watch:
             while not self._stopped.wait(BEAT_SECONDS):
                 if gone := self._launchers.gone():
                     here = self._names({self.rank})
-                    self.tell(Problem(f"lost the launcher's hold on {here}: {gone} there died. {_AGAIN}", 0))
+                    self.tell(RunProblem(f"lost the launcher's hold on {here}: {gone} there died. {_AGAIN}", 0))
                 count += 1
                 self._store.set(_key(self.rank), str(count))
                 beats = self._store.multi_get(keys)
@@ -216,7 +216,7 @@ class Watch:
         except RuntimeError:  # torch's DistError: the connection is gone, and with it rank 0
             self._lose_rank_0()
         except Forged as error:
-            self.tell(Problem(str(error), self.rank))
+            self.tell(RunProblem(str(error), self.rank))
 
     def _look(self, silent_for: float) -> None:
         """Whether somebody has not beaten for so many seconds."""
@@ -245,10 +245,10 @@ class Watch:
                 end_process(1)
                 return
 
-    def _decoded(self, text: bytes) -> Problem:
+    def _decoded(self, text: bytes) -> RunProblem:
         try:
             content = json.loads(text)
-            return Problem(str(content["message"]), int(content["speaker"]), frozenset(map(int, content["lost"])))
+            return RunProblem(str(content["message"]), int(content["speaker"]), frozenset(map(int, content["lost"])))
         except (ValueError, KeyError, TypeError):  # without a secret, anybody can sign anything
             raise self._store.forged(_PROBLEM) from None
 
@@ -326,7 +326,7 @@ def _key(rank: int) -> str:
     return f"beat/{rank}"
 
 
-def _encoded(problem: Problem) -> str:
+def _encoded(problem: RunProblem) -> str:
     return json.dumps({"message": problem.message, "speaker": problem.speaker, "lost": sorted(problem.lost)})
 
 

@@ -296,7 +296,7 @@ def from_parts(tensors: Mapping[str, torch.Tensor], document: Mapping[str, Any])
     return state, Identity(**document["identity"])
 
 
-def differences(saved: Identity, now: Identity) -> list[str]:
+def changes(saved: Identity, now: Identity) -> list[str]:
     """What changed between a checkpoint and this run, one phrase each."""
     found = []
     if saved.seed != now.seed:

@@ -33,8 +33,8 @@ from icom.training import tracking
 from icom.training.checkpoint import (
     Identity,
     State,
+    changes,
     delete_old_checkpoints,
-    differences,
     find_checkpoint,
     from_parts,
     list_checkpoints,
@@ -202,7 +202,7 @@ def _first_state(run: Run, resumed: tuple[State, Identity] | None) -> State:
     if resumed is None:
         return State(0, 0)
     state, identity = resumed
-    if changed := differences(identity, run.identity):
+    if changed := changes(identity, run.identity):
         raise IcomError(
             f"This is not the run of the checkpoint; different: {'; '.join(changed)}. "
             "Restore that, or start a new run without --resume_from_checkpoint."

@@ -19,7 +19,7 @@ import pytest
 from rich.console import Console
 
 from icom.errors import IcomError
-from icom.launch.checks import Problem
+from icom.launch.checks import HostProblem
 from icom.launch.commands import show_problems
 from icom.launch.hosts import read_hosts
 from icom.names import plain
@@ -301,7 +301,7 @@ def test_hosts_file_of_a_stranger(text: str, tmp_path: Path) -> None:
 
 
 def test_what_hosts_say_before_a_launch(capsys: pytest.CaptureFixture[str]) -> None:
-    show_problems([Problem(f"node{SCREEN}", f"[red]{SCREEN}", SCREEN)])
+    show_problems([HostProblem(f"node{SCREEN}", f"[red]{SCREEN}", SCREEN)])
     said = capsys.readouterr()
     assert obeyed(said.out + said.err) == []
     assert "hidden" in said.err

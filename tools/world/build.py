@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from transformers import CLIPTokenizer
 
-from icom.bench.command import machine
+from icom.bench.command import this_machine
 from icom.data.captions import TEMPLATES
 from icom.data.images import BUNDLED_CONCEPTS
 from icom.engine.memory import keep_freed_memory
@@ -79,7 +79,7 @@ def build(config: BuildConfig) -> None:
         torch.manual_seed(config.seed)
         makers[part]()
         seconds = round(time.monotonic() - began)
-        row = {"part": part, "done": True, "seconds": seconds, "seed": config.seed, "machine": machine()}
+        row = {"part": part, "done": True, "seconds": seconds, "seed": config.seed, "machine": this_machine()}
         with config.log.open("a", encoding="utf-8") as log:
             log.write(json.dumps(row) + "\n")
 

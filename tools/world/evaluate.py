@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from icom.bench.command import machine
+from icom.bench.command import this_machine
 from icom.commands.demo import GUIDANCE, Learned, draw_prompts, learn
 from icom.config.demo import ConceptName
 from icom.config.train import BUNDLED_DEFAULTS
@@ -53,7 +53,7 @@ def evaluate(config: EvaluateConfig) -> None:
     """Measure what `config` names, print it, and write it."""
     make_writable_folder(config.output_dir)
     training = BUNDLED_DEFAULTS | ALIKE | config.train
-    result: dict[str, Any] = {"machine": machine(), "guidance": GUIDANCE, "training": training}
+    result: dict[str, Any] = {"machine": this_machine(), "guidance": GUIDANCE, "training": training}
     if "judge" in config.questions:
         result["judge"] = judge_accuracy(2000, seed=1)
     if "prompts" in config.questions:

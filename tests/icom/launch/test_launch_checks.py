@@ -23,7 +23,7 @@ import pytest
 
 from icom.data.images import BUNDLED_CONCEPTS
 from icom.launch import checks, digests, probe
-from icom.launch.checks import Problem, Target, check
+from icom.launch.checks import HostProblem, Target, check
 from icom.launch.probe import Answer, Request, from_line, read_answer, to_line
 from icom.models.loading import BUNDLE
 from tests.support.command import ROOT
@@ -297,7 +297,7 @@ def test_answers_are_read_back_and_nothing_else() -> None:
 def test_table_stops_the_start_unless_all_are_warnings(capsys: pytest.CaptureFixture[str]) -> None:
     from icom.launch.commands import show_problems
 
-    show_problems([Problem("a[1]", "is [red]", "do", stops=False), Problem("b", "is wrong", "repair")])
+    show_problems([HostProblem("a[1]", "is [red]", "do", stops=False), HostProblem("b", "is wrong", "repair")])
     assert [line.split() for line in capsys.readouterr().err.splitlines()[1:]] == [
         ["!", "a[1]", "is", "[red]", "do"],
         ["✗", "b", "is", "wrong", "repair"],

@@ -13,7 +13,7 @@ import time
 import pytest
 
 from icom.parallel import liveness
-from icom.parallel.liveness import Launchers, Problem, Watch
+from icom.parallel.liveness import Launchers, RunProblem, Watch
 from icom.parallel.place import Place
 from icom.parallel.store import SignedStore
 from tests.support.command import ROOT
@@ -69,7 +69,7 @@ def test_stopped_watch_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(liveness, "GRACE_SECONDS", 1000.0)
     before = set(threading.enumerate())
     watch = Watch(SignedStore(HashStore(), b"", "here"), place(0, 1), ["a"], Launchers())
-    watch.tell(Problem("something is wrong", 0))
+    watch.tell(RunProblem("something is wrong", 0))
     threads = set(threading.enumerate()) - before
     assert len(threads) == 3
     time.sleep(0.2)  # the guard has seen the problem; were it slower, this test would only show less
@@ -92,7 +92,7 @@ if sys.argv[1] == "icom's own":
 liveness.BEAT_SECONDS = liveness.GRACE_SECONDS = 0.05
 alone = Place(master_address="127.0.0.1")
 watch = liveness.Watch(SignedStore(HashStore(), b"", "here"), alone, ["a"], liveness.Launchers())
-watch.tell(liveness.Problem("something is wrong", 0))
+watch.tell(liveness.RunProblem("something is wrong", 0))
 (guard,) = (thread for thread in threading.enumerate() if "guard" in thread.name)
 guard.join(60)  # the main thread hangs
 print("went on")

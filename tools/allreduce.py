@@ -61,7 +61,7 @@ def allreduce(config: AllreduceConfig) -> None:
         UsageError: no right to make network namespaces.
         IcomError: a host failed.
     """
-    from icom.bench.command import machine
+    from icom.bench.command import this_machine
     from tools.scaling import allreduce_table
 
     if os.geteuid() or not all(map(shutil.which, ("ip", "tc"))):
@@ -84,7 +84,7 @@ def allreduce(config: AllreduceConfig) -> None:
                     }
                 )
     repeats = f"{20 * config.repeats} all-reduces of the row, {config.repeats} of the table"
-    result = {"machine": machine(), "mtu": MTU, "repeats": repeats, "rows": rows}
+    result = {"machine": this_machine(), "mtu": MTU, "repeats": repeats, "rows": rows}
     print(allreduce_table(result))
     write_atomically(config.output, (json.dumps(result, indent=1) + "\n").encode(), "--output")
 

@@ -157,7 +157,10 @@ class SshTransport(Transport):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.connection.close()
+        try:
+            self.connection.close()
+        except self.broken:  # sftp says goodbye, also to a node that is gone
+            self.connection.client.close()
 
     def send(self, files: Mapping[str, bytes | Path], seconds: float = SEND_SECONDS) -> None:
         """Write files by sftp, each whole or not at all, for their owner alone; each may take so many seconds."""

@@ -41,13 +41,15 @@ class Steps:
     """error, broken, hang or ctrl-c."""
     says: str = "no such luck"
     """What the step that fails prints."""
+    gone: bool = False
+    """Whether a connection broke."""
     passed: float = 0
     """Seconds that went by while steps were hanging."""
 
     def meet_at(self, at: int | None, fault: str) -> None:
         """Count from 0 again; the step of that number meets the fault."""
         self.done.clear()
-        self.at, self.fault = at, fault
+        self.at, self.fault, self.gone = at, fault, False
 
     def clock(self) -> float:
         """What the time is, for provisioning.transport."""
@@ -63,6 +65,7 @@ class Steps:
         failed = hangs = False
         if len(self.done) - 1 == self.at:
             if self.fault == "broken":
+                self.gone = True
                 raise EOFError("the connection is gone")
             if self.fault == "ctrl-c":
                 os.kill(os.getpid(), signal.SIGINT)
@@ -80,10 +83,12 @@ class FakeConnection:
 
     def __init__(self, steps: Steps, node: Node) -> None:
         self._steps, self._node = steps, node
-        self.transport = SimpleNamespace(close=lambda: None)
+        self.transport = self.client = SimpleNamespace(close=lambda: None)
 
     def close(self) -> None:
-        pass
+        """As fabric's, which closes sftp first."""
+        if self._steps.gone:
+            raise EOFError
 
     def run(self, command: str, **_: Any) -> SimpleNamespace:
         """A shell command, which has ended, or never will."""

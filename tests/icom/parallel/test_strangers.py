@@ -23,7 +23,6 @@ from typing import Any
 
 import psutil
 import pytest
-from icom.report import read_metrics
 
 from icom import machine
 from icom.errors import IcomError, UsageError
@@ -32,6 +31,7 @@ from icom.parallel.listening import listen, refuse_newcomers
 from icom.parallel.place import Place
 from icom.parallel.secret import find_secret, new_secret, sign
 from icom.parallel.store import MOST_BYTES, Forged, SignedStore
+from icom.training.report import read_metrics
 from tests.support.command import ROOT, long, train_arguments
 from tests.support.hostile import SCREEN
 from tests.support.ranks import Ranks, free_port

@@ -224,7 +224,7 @@ def test_rewritten_unet_is_the_unet(way: str, checkpointing: bool, dtype: torch.
 @pytest.mark.parametrize("architecture", ["sd15", "sd21"])
 def test_all_of_the_real_architectures_is_known(architecture: Any) -> None:
     with torch.device("meta"):
-        unet = UNET.build(ARCHITECTURES[architecture])
+        unet = UNET.build(ARCHITECTURES[architecture]).requires_grad_(False)
         assert replace_attention(copy.deepcopy(unet), attention.stock) == 32
         rewrite(unet, attention.stock)
     kinds = [type(module) for module in unet.modules()]

@@ -91,7 +91,7 @@ def test_spellings_of_other_tools(
     save_file(change(weights), tmp_path / "model.safetensors")
     parts = load_parts(examine(tmp_path / "model.safetensors"), torch.float32)
     names = ("text_encoder/model", "vae/diffusion_pytorch_model", "unet/diffusion_pytorch_model")
-    for part, name in zip(parts, names, strict=True):
+    for part, name in zip(parts.values(), names, strict=True):
         for key, tensor in load_file(folder / f"{name}.safetensors").items():
             found = part.state_dict()[key.removeprefix("text_model.") if name.startswith("text") else key]
             expected = tensor.half().float() if change is half else tensor

@@ -216,7 +216,7 @@ def test_auto_of_several_ranks_is_rank_0s(monkeypatch: pytest.MonkeyPatch) -> No
     sent = b""
     words = {"train_data_dir": "bundled", "placeholder_token": "<x>", "initializer_token": "toy"}
     auto, named = (TrainConfig(**words, mixed_precision=wanted) for wanted in ("auto", "no"))  # type: ignore[arg-type]
-    second = Second(Place(rank=1, world_size=2), ["a", "b"])
+    second = Second(Place(rank=1, world_size=2))
     for first_has_it in (True, False):
         monkeypatch.setattr(backends, "product_dtype", lambda dtype, has=first_has_it: dtype if has else torch.float32)
         decided = precision_of(auto, ALONE)

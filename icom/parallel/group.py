@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
 import json
 import os
 import socket
@@ -144,23 +145,27 @@ class Group:
         """Rank 0's tensors, for everybody; the others give None. They come as they are on rank 0, on the CPU.
 
         Raises:
-            IcomError: a process is gone.
+            IcomError: a process is gone, or something else arrived than rank 0 sent.
         """
         from torch import distributed
 
         if self._store is None:
             assert tensors is not None
             return dict(tensors)
-        kinds = {name: (str(tensor.dtype), list(tensor.shape)) for name, tensor in (tensors or {}).items()}
-        kinds = json.loads(self.broadcast(json.dumps(kinds).encode() if self.leads else None))
+        # What is sent is said in the store, whose values are signed; the collectives' connections are not.
+        sent = {name: (str(t.dtype), list(t.shape), _digest(t)) for name, t in (tensors or {}).items()}
+        sent = json.loads(self.broadcast(json.dumps(sent).encode() if self.leads else None))
         device = "cuda" if self.collectives == "nccl" else "cpu"
         received = {}
-        for name, (dtype, shape) in kinds.items():
+        for name, (dtype, shape, digest) in sent.items():
             mine = tensors[name] if tensors is not None else torch.empty(shape, dtype=_dtype(dtype))
             travelling = mine.detach().to(device).contiguous()
             if travelling.numel():
                 self._run(partial(distributed.broadcast, travelling, 0))
             received[name] = travelling.cpu()
+            if _digest(received[name]) != digest:
+                here = f"{self.hosts[self.rank]} (rank {self.rank})"
+                raise IcomError(f"What arrived on {here} is not the {name} that rank 0 sent. Is the network sound?")
         return received
 
     def broadcast(self, content: bytes | None) -> bytes:
@@ -312,6 +317,10 @@ def _deal_out(together: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     """Copy the parts of a flat tensor to where they came from."""
     for tensor, part in zip(tensors, together.split([tensor.numel() for tensor in tensors]), strict=True):
         tensor.detach().copy_(part.view_as(tensor))
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
 def _dtype(name: str) -> torch.dtype:

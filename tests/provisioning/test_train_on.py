@@ -237,6 +237,7 @@ def contents(folder: Path, pattern: str) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
+@pytest.mark.long
 def test_inputs_are_on_all_nodes_byte_for_byte_and_travel_once(box: Box, learned: Learned, photos: Path) -> None:
     def there() -> dict[Path, tuple[dict[str, bytes], dict[str, bytes]]]:
         found = {}

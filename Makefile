@@ -88,6 +88,11 @@ test-ipex: ## Run the tests of backends and engine with the real IPEX, in .venv-
 	@ENV_MANAGER=venv VENV=.venv-ipex EXTRAS=ipex ICOM_ALLOW_CUDA_TORCH=1 $(SETUP) run --extra dev -- \
 		$(PYTEST) tests/icom/backends tests/icom/engine
 
+.PHONY: test-gpu
+test-gpu: ## Run the tests of backends on an NVIDIA GPU, with a PYTHON that has all they need: nothing is set up
+	$(PYTHON) -m pytest -v --durations=20 $(if $(REPORTS),--junitxml=$(REPORTS)/$@.xml) \
+		tests/icom/backends/test_gpu.py tests/icom/backends/test_backends.py
+
 .PHONY: test-aws
 test-aws: ## Provision, train on and tear down a real cluster on AWS: says what it costs (some dollars), and asks
 	$(RUN) --extra dev -- python -m tests.support.real_life $(AWS_OPTIONS)

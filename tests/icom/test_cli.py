@@ -255,6 +255,7 @@ def test_params_of_a_folder_counts_its_weights(icom: Icom) -> None:
         assert counts[part] == numbers
 
 
+@pytest.mark.long
 def test_bench_measures_and_writes_json(tmp_path: Path, icom: Icom) -> None:
     import json
 

@@ -63,6 +63,7 @@ def test_cuda_build_is_refused_unless_allowed(clone: Clone) -> None:
     assert {f"torch-{TORCH}", "nvidia_cublas-1.0"} <= clone.installed()
 
 
+@pytest.mark.long
 def test_torch_comes_from_the_given_index(clone: Clone, tmp_path: Path) -> None:
     wheel = make_wheel(tmp_path / "index", "torch", TORCH)
     (tmp_path / "index" / "torch").mkdir()
@@ -141,6 +142,7 @@ def paste(clone: Clone, line: str, then: str, shell: str = "bash") -> subprocess
     return subprocess.run([shell], input=text, env=clone.env, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.long
 def test_the_printed_way_in_works_in_a_shell_without_conda(clone: Clone) -> None:
     """As after install-miniconda in the same shell: nothing was added to PATH, and no `conda init` has run."""
     make_wheel(clone.wheels, "torch", TORCH)

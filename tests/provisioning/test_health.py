@@ -152,6 +152,7 @@ def test_plain_accelerate_launch_under_mpirun(nodes: Nodes) -> None:
     assert len(metrics(nodes.master)) == 2
 
 
+@pytest.mark.long
 def test_healthy(nodes: Nodes) -> None:
     done = nodes.step("health")
     assert done.returncode == 0, done

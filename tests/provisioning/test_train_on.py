@@ -211,6 +211,7 @@ def rows(output: Path) -> torch.Tensor:
     return load_file(output / "learned_embeds.safetensors")["<concept>"]
 
 
+@pytest.mark.long
 def test_results_are_those_of_one_process(
     box: Box, learned: Learned, train: Callable[..., Result], tmp_path: Path
 ) -> None:

@@ -494,6 +494,7 @@ def test_run_keeps_to_its_choices_when_it_resumes(
     assert rows("resumed") == rows("whole")
 
 
+@pytest.mark.long
 def test_same_loss_curve_with_and_without(tmp_path: Path, train: Callable[..., Result]) -> None:
     for engine in ("on", "off"):
         assert train(output_dir=tmp_path / engine, engine=engine, max_train_steps=20).code == 0

@@ -77,6 +77,7 @@ def everything_below(folder: Path) -> bytes:
 # Upload.
 
 
+@pytest.mark.long
 def test_push_uploads_the_results_and_keeps_the_rest_at_home(hub: FakeHub, tmp_path: Path) -> None:
     out = tmp_path / "my-robot"
     out.mkdir()

@@ -116,6 +116,7 @@ def test_collectives_that_are_not_there() -> None:
 # ---------------------------------------------------------------- real processes
 
 
+@pytest.mark.long
 def test_three_ranks_equal_one(tmp_path: Path, train: Train, ranks: Callable[..., Ranks]) -> None:
     """The same samples on 1 x batch 3, 1 x accumulation 3 and 3 x batch 1; then on from the 3 ranks' checkpoint."""
     options = {"max_train_steps": 12, "num_vectors": 2, "initializer_token": "toy"}
@@ -196,7 +197,8 @@ def test_ccl_starts_before_accelerate(tmp_path: Path, train: Train) -> None:
     torch.testing.assert_close(_rows(tmp_path / "rank0" / "out"), _rows(alone), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("victim", [0, long(2)])
+@pytest.mark.long
+@pytest.mark.parametrize("victim", [0, 2])
 def test_killed_rank_ends_all(victim: int, ranks: Callable[..., Ranks]) -> None:
     """One message, the exit code 1, and a checkpoint from which the others go on."""
     started = ranks(3, max_train_steps=10_000, checkpointing_steps=5)

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from icom.data.images import BUNDLED_CONCEPTS
 from icom.models.loading import BUNDLE
 from icom.training.checkpoint import list_checkpoints, load_checkpoint
-from tests.support.command import ROOT, Result, Run, assert_message, long, start_process, train_arguments
+from tests.support.command import ROOT, Result, Run, assert_message, start_process, train_arguments
 from tests.support.waiting import handles, wait_until
 
 LATEST = {"resume_from_checkpoint": "latest"}
@@ -202,7 +202,8 @@ KEEP = """
 """
 
 
-@pytest.mark.parametrize("tracker", ["none", long("tensorboard")])
+@pytest.mark.long
+@pytest.mark.parametrize("tracker", ["none", "tensorboard"])
 def test_full_disk(train: Run, tmp_path: Path, tracker: str) -> None:
     if tracker == "tensorboard":
         pytest.importorskip("tensorboard")

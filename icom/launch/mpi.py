@@ -71,7 +71,7 @@ def find_mpi(wanted: FlavourOrAuto) -> Mpi:
             if not (found := shutil.which(name, path=path)):
                 continue
             version = describe(Path(found))
-            flavour = next((flavour for sign, flavour in _SIGNS if sign in version), None)
+            flavour = flavour_of(version)
             if flavour and wanted in ("auto", flavour):
                 return Mpi(flavour, Path(found).absolute(), version)
             others.append(f"{found} is {NAMES[flavour] if flavour else 'of an unknown kind'}")
@@ -81,6 +81,11 @@ def find_mpi(wanted: FlavourOrAuto) -> Mpi:
         f"{what} in {own} or in PATH{seen}. Intel MPI: make setup-master EXTRAS=mpi; MPICH or Open MPI on Debian and "
         "Ubuntu: apt-get install mpich, or openmpi-bin. Every host needs the same one."
     )
+
+
+def flavour_of(said: str) -> Flavour | None:
+    """Whose mpirun it is that says this of itself; None if nobody's that icom knows."""
+    return next((flavour for sign, flavour in _SIGNS if sign in said), None)
 
 
 def describe(mpirun: Path) -> str:

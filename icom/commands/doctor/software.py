@@ -12,6 +12,8 @@ from importlib import metadata
 
 from icom.commands.doctor.finding import Finding
 from icom.commands.doctor.probe import TorchProbe, in_fresh_python, last_line
+from icom.config.launch import Flavour
+from icom.launch.mpi import NAMES, flavour_of
 
 _SHORT_SECONDS = 5
 """Patience with `mpirun --version`."""
@@ -142,17 +144,21 @@ def check_mpi() -> list[Finding]:
     return [Finding("MPI", "ok", f"{name_mpi(done.stdout + done.stderr)}, {path}")]
 
 
+_NUMBERS: dict[Flavour, str] = {
+    "intel": r"Intel\(R\) MPI Library.*?Version\s+([\d.]+)",
+    "openmpi": r"(?:Open MPI|OpenRTE)\)?\s+v?([\d.]+\w*)",
+    "mpich": r"HYDRA build details:.*?Version:\s+([\d.]+\w*)",
+}
+"""Where each tells its version."""
+
+
 def name_mpi(text: str) -> str:
     """Maker and version, from what `mpirun --version` prints."""
-    # Intel's launcher is a Hydra too, so it comes before MPICH.
-    for name, pattern in (
-        ("Intel MPI", r"Intel\(R\) MPI Library.*?Version\s+([\d.]+)"),
-        ("Open MPI", r"(?:Open MPI|OpenRTE)\)?\s+v?([\d.]+\w*)"),
-        ("MPICH", r"HYDRA build details:.*?Version:\s+([\d.]+\w*)"),
-    ):
-        if match := re.search(pattern, text, re.DOTALL):
-            return f"{name} {match.group(1)}"
-    return f"an unknown MPI ({text.strip().partition(chr(10))[0][:60]})"
+    flavour = flavour_of(text)
+    number = re.search(_NUMBERS[flavour], text, re.DOTALL) if flavour else None
+    if flavour is None or number is None:
+        return f"an unknown MPI ({text.strip().partition(chr(10))[0][:60]})"
+    return f"{NAMES[flavour]} {number[1]}"
 
 
 def version(distribution: str) -> str | None:

@@ -11,10 +11,19 @@ import torch
 
 from icom.data.captions import TEMPLATES
 from icom.errors import UsageError
-from icom.methods.embedding import PlaceholderEmbedding, add_placeholder, captions_to_ids, placeholder_tokens
+from icom.methods.embedding import (
+    PlaceholderEmbedding,
+    add_placeholder,
+    add_words,
+    captions_to_ids,
+    check_captions,
+    placeholder_tokens,
+)
 from icom.methods.embedding_file import save_embedding
 
 if TYPE_CHECKING:
+    from transformers import CLIPTokenizer
+
     from icom.config.train import TrainConfig
     from icom.data.sampling import Sample
     from icom.models.loading import Model
@@ -56,6 +65,17 @@ class TextualInversion:
     def add_to(self, pipeline: Any) -> None:
         """The word with its rows."""
         pipeline.load_textual_inversion({self.token: self.concept.rows.detach().cpu()}, token=self.token)
+
+
+def check(tokenizer: CLIPTokenizer, config: TrainConfig) -> None:
+    """Refuse a word that cannot be learned, before weights are read; the tokenizer is used up.
+
+    Raises:
+        UsageError: the word is not new, its initializer unknown, or a caption would be read otherwise because of it.
+    """
+    add_words(tokenizer, config.placeholder_token, config.initializer_token, config.num_vectors)
+    tokens = placeholder_tokens(config.placeholder_token, config.num_vectors)
+    check_captions(tokenizer, TEMPLATES[config.learnable_property], tokens)
 
 
 def attach(model: Model, config: TrainConfig, initial_rows: torch.Tensor | None = None) -> TextualInversion:

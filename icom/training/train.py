@@ -11,18 +11,16 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from icom import backends
 from icom.config.train import TrainConfig, settings, to_yaml
-from icom.data.captions import TEMPLATES
 from icom.data.images import list_pictures, passed_over
 from icom.engine.memory import keep_freed_memory
 from icom.errors import IcomError, Stopped
 from icom.files import make_writable_folder, write_atomically
-from icom.methods.embedding import add_words, check_captions, placeholder_tokens
+from icom.methods import textual_inversion
 from icom.methods.embedding_file import load_initial_rows
 from icom.models import hub, loading
 from icom.parallel.group import Group, Lost, joined
@@ -51,9 +49,6 @@ from icom.training.report import Metrics, running_mean
 from icom.training.results import finish, say_start, validate
 from icom.training.run import Run, precision_of, prepare, settle, start_accelerate
 from icom.training.step import batch_loss, optimizer_step
-
-if TYPE_CHECKING:
-    from transformers import CLIPTokenizer
 
 PLACES = {
     *("train_data_dir", "pretrained_model_name_or_path", "tokenizer_name", "initial_embedding"),
@@ -126,7 +121,7 @@ def _train(config: TrainConfig, group: Group, until_all_is_written: ExitStack) -
         revision=config.revision,
         variant=config.variant,
     )
-    _check_words(loading.load_tokenizer(source), config)
+    textual_inversion.check(loading.load_tokenizer(source), config)
     accelerator = start_accelerate(config, backend, group, precision, reporters)
     config = settle(config, group, source.name, precision, resumed, len(pictures))
     repository = None
@@ -157,13 +152,6 @@ def _train(config: TrainConfig, group: Group, until_all_is_written: ExitStack) -
             tracker.finish()
     steps = (config.max_train_steps or 0) - state.step
     return partial(finish, run, initial, metrics.rows, repository, steps) if metrics else None
-
-
-def _check_words(tokenizer: CLIPTokenizer, config: TrainConfig) -> None:
-    """Whether the new word is new, its initializer known and the captions left alone; the tokenizer is used up."""
-    add_words(tokenizer, config.placeholder_token, config.initializer_token, config.num_vectors)
-    tokens = placeholder_tokens(config.placeholder_token, config.num_vectors)
-    check_captions(tokenizer, TEMPLATES[config.learnable_property], tokens)
 
 
 def _read_checkpoint(config: TrainConfig, output: Path, group: Group) -> tuple[State, Identity] | None:

@@ -219,6 +219,14 @@ def test_lines_take_the_ranks_and_nobody_else(stranger: Stranger, capfd: pytest.
     assert capfd.readouterr().err.count("icom: somebody who is no process of this run connected") == 1
 
 
+OWN_ADDRESS = [
+    pytest.param(own, together, own, id=f"own-{together}")
+    for own in [i.ipv4[0] for i in machine.interfaces() if i.up and not i.loopback and i.ipv4][:1]
+    for together in (False, True)
+]
+"""On a machine without a network there is no such case."""
+
+
 @pytest.mark.parametrize(
     ("address", "together", "bound"),
     [
@@ -228,16 +236,10 @@ def test_lines_take_the_ranks_and_nobody_else(stranger: Stranger, capfd: pytest.
         ("localhost", False, "::"),  # as Debian's name of a machine: the others are told something else
         ("192.0.2.1", False, "::"),  # of a translation
         ("no-such-host.invalid", False, "::"),
-        ("OWN", False, "OWN"),
-        ("OWN", True, "OWN"),
+        *OWN_ADDRESS,
     ],
 )
 def test_listens_on_the_network_in_use(address: str, together: bool, bound: str) -> None:
-    own = next((i.ipv4[0] for i in machine.interfaces() if i.up and not i.loopback and i.ipv4), None)
-    if "OWN" in address:
-        if own is None:
-            pytest.skip("this machine has no network")
-        address = bound = own
     with listen(Place(0, 2, 0, 2 if together else 1, master_address=address), 0) as server:
         found, port = server.getsockname()[:2]
         assert found in {bound, "0.0.0.0" if bound == "::" else bound}

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from icom.errors import IcomError
+from icom.config.loading import read_flags
+from icom.config.train import TrainConfig, load_train_config
+from icom.errors import IcomError, UsageError
 from icom.launch.environment import YOURS, Variable
 
 
@@ -57,3 +60,26 @@ def become(launch: Launch) -> None:
         os.execvpe(launch.argv[0], launch.argv, environment)
     except OSError as error:
         raise IcomError(f"Cannot start {launch.argv[0]}: {error.strerror}.") from None
+
+
+def training_config(options: Sequence[str], command: str) -> TrainConfig:
+    """Parse and check training options as every rank will.
+
+    Args:
+        options: what stands after `--`.
+        command: before it, for messages: "icom launch mpirun --hosts hosts".
+
+    Raises:
+        UsageError: they are wrong. (What tyro finds ends the process with its own message and exit code 2.)
+    """
+    if not options:
+        raise UsageError(f"No training options. They come after `--`: {command} -- --config run.yaml")
+    training = load_train_config(read_flags(TrainConfig, options, "icom train"))
+    if training.on:
+        raise UsageError("--on is for `icom train` on your own computer; `icom launch` is typed where it runs.")
+    return training
+
+
+def count(number: int, one: str, many: str = "") -> str:
+    """A number and its noun: "1 host", "3 hosts"."""
+    return f"{number} {one}" if number == 1 else f"{number} {many or one + 's'}"

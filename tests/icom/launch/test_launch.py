@@ -2,7 +2,7 @@
 
 What runs over ssh on several hosts is tested in tests/icom/launch/test_training_on_hosts.py.
 
-Guards icom.launch.commands, hosts and mpi.
+Guards icom.launch.mpirun, hosts and mpi.
 """
 
 from __future__ import annotations

@@ -295,7 +295,7 @@ def test_answers_are_read_back_and_nothing_else() -> None:
 
 
 def test_table_stops_the_start_unless_all_are_warnings(capsys: pytest.CaptureFixture[str]) -> None:
-    from icom.launch.commands import show_problems
+    from icom.launch.mpirun import show_problems
 
     show_problems([HostProblem("a[1]", "is [red]", "do", stops=False), HostProblem("b", "is wrong", "repair")])
     assert [line.split() for line in capsys.readouterr().err.splitlines()[1:]] == [

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from icom.config.launch import LaunchEnvConfig, LaunchMpirunConfig
-from icom.config.loading import read_flags
-from icom.config.train import TrainConfig, load_train_config
+from icom.config.train import TrainConfig
 from icom.errors import IcomError, UsageError
 from icom.launch.checks import HostProblem, Target, check
 from icom.launch.environment import (
@@ -25,7 +24,7 @@ from icom.launch.environment import (
     is_this_machine,
 )
 from icom.launch.hosts import Share, read_hosts, share_out
-from icom.launch.launch import Launch, become, show
+from icom.launch.launch import Launch, become, count, show, training_config
 from icom.launch.mpi import NAMES, Mpi, command, find_mpi
 from icom.launch.probe import Request
 from icom.names import plain
@@ -43,7 +42,7 @@ def launch_mpirun(config: LaunchMpirunConfig) -> None:
         UsageError: options, training options or hosts file are wrong.
         IcomError: a host cannot take part (all reasons of all hosts are in the table), or there is no mpirun.
     """
-    training = training_config(config.training_options)
+    training = training_config(config.training_options, "icom launch mpirun --hosts hosts")
     shares = share_out(read_hosts(config.hosts), config.n, config.ppn)
     accelerate_config = _accelerate_config(config.accelerate_config)
     mpi = find_mpi(config.mpi)
@@ -54,7 +53,7 @@ def launch_mpirun(config: LaunchMpirunConfig) -> None:
         show(launch, _own_variables(shares, launch))
         return
     targets = [Target(share.host.name, is_this_machine(share.host.name), share.ranks) for share in shares]
-    print(f"icom: asking {_count(len(targets), 'host')} (a large model takes a while to read) …", file=sys.stderr)
+    print(f"icom: asking {count(len(targets), 'host')} (a large model takes a while to read) …", file=sys.stderr)
     problems = check(targets, _request(training, accelerate_config, mpi, master, launch), os.environ)
     if problems:
         show_problems(problems)
@@ -62,7 +61,7 @@ def launch_mpirun(config: LaunchMpirunConfig) -> None:
         raise IcomError("Nothing was started.")
     ranks = sum(share.ranks for share in shares)
     print(
-        f"icom: {_count(ranks, 'process', 'processes')} on {_count(len(shares), 'host')} by {NAMES[mpi.flavour]}, "
+        f"icom: {count(ranks, 'process', 'processes')} on {count(len(shares), 'host')} by {NAMES[mpi.flavour]}, "
         f"rank 0 at {master.address} port {master.port}",
         file=sys.stderr,
         flush=True,
@@ -126,22 +125,6 @@ def launch_env(config: LaunchEnvConfig) -> None:
         print("# Open MPI passes on only what it is told to: mpirun -x ICOM_SECRET -x MASTER_ADDR -x MASTER_PORT …")
     print("# Threads, preloads and gloo's interface are each host's own affair: mpirun … python -m icom.launch.on_host")
     print("# accelerate launch … sets them there.")
-
-
-def training_config(options: tuple[str, ...]) -> TrainConfig:
-    """Parse and check training options as every rank will.
-
-    Raises:
-        UsageError: they are wrong. (What tyro finds ends the process with its own message and exit code 2.)
-    """
-    if not options:
-        raise UsageError(
-            "No training options. They come after `--`: icom launch mpirun --hosts hosts -- --config run.yaml"
-        )
-    training = load_train_config(read_flags(TrainConfig, options, "icom train"))
-    if training.on:
-        raise UsageError("--on is for `icom train` on your own computer; the cluster's nodes are in --hosts.")
-    return training
 
 
 def _accelerate_config(given: str | None) -> Path:
@@ -219,7 +202,3 @@ def show_problems(problems: list[HostProblem]) -> None:
         # What a host said is part of it.
         table.add_row(mark, *(escape(plain(text)) for text in (problem.host, problem.what, problem.fix)))
     Console(stderr=True, highlight=False).print(table)
-
-
-def _count(number: int, one: str, many: str = "") -> str:
-    return f"{number} {one}" if number == 1 else f"{number} {many or one + 's'}"

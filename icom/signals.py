@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
@@ -31,6 +32,9 @@ def end_process(code: int) -> None:
                 stream.flush()
         os._exit(code)
 
+
+REPEAT_SECONDS = 10.0
+"""A SIGTERM within so many seconds of the signal that asked to stop asks for the same thing once more."""
 
 STOPPED = "\nicom: stopped at once. What was saved before is intact."
 
@@ -61,7 +65,8 @@ def _stop_at_once(number: int, frame: FrameType | None) -> None:
 class StopRequest:
     """Context manager that turns the first SIGINT or SIGTERM into a request that the loop asks for.
 
-    A second signal acts as it would have without us. `doing` tells the user what happens after the first. `also` names
+    A second signal acts as it would have without us, but for a SIGTERM soon after the first: schedulers send it again
+    when another process of the run has ended, or to be sure. `doing` tells the user what happens after the first. `also` names
     more signals: SIGHUP, for a terminal that is closed, which stays ignored where it was (nohup), and whose repetitions
     are ignored: a terminal sends one and so does its shell.
     """
@@ -71,6 +76,7 @@ class StopRequest:
         self.also = also
         self.signal_number: int | None = None
         self._before: dict[int, Any] = {}
+        self._asked_at = 0.0
 
     def __enter__(self) -> StopRequest:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -88,9 +94,15 @@ class StopRequest:
         self._before.clear()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.signal_number = number
+        if self.signal_number is not None:  # a SIGTERM again
+            if time.monotonic() - self._asked_at > REPEAT_SECONDS:
+                signal.signal(signal.SIGTERM, self._before[signal.SIGTERM])
+                os.kill(os.getpid(), signal.SIGTERM)
+            return
+        self.signal_number, self._asked_at = number, time.monotonic()
         for other, handler in self._before.items():
-            signal.signal(other, signal.SIG_IGN if other in self.also else handler)
+            if other != signal.SIGTERM:
+                signal.signal(other, signal.SIG_IGN if other in self.also else handler)
         name = signal.Signals(number).name
         with suppress(OSError, ValueError):  # the terminal may be gone
-            print(f"\nicom: {name}: {self.doing} (again: stop at once).", file=sys.stderr)
+            print(f"\nicom: {name}: {self.doing} (Ctrl-C: stop at once).", file=sys.stderr)

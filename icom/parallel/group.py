@@ -26,7 +26,7 @@ from icom.errors import IcomError, Stopped
 from icom.parallel import environment, meeting
 from icom.parallel.alike import differences
 from icom.parallel.listening import refuse_newcomers
-from icom.parallel.liveness import Launchers, RunProblem, Watch
+from icom.parallel.liveness import Launchers, RunProblem, Watch, exit_code_of
 from icom.parallel.meeting import Call, Met
 from icom.parallel.place import SINGLE_PROCESS, Place
 from icom.parallel.store import Forged, SignedStore
@@ -39,11 +39,12 @@ _BUCKET_BYTES = 25 * 2**20
 
 
 class Lost(IcomError):
-    """Another process is gone, or failed and said so; one of the processes has told it."""
+    """Another process is gone (exit code 75: worth another try), or failed and said so (1); one of them has told it."""
 
     def __init__(self, message: str, ranks: frozenset[int]) -> None:
         super().__init__(message)
         self.ranks = ranks
+        self.exit_code = exit_code_of(ranks)
         self.told = True
 
 
@@ -233,7 +234,7 @@ class Group:
         self._watch.handled.set()
         self._lost = Lost(problem.message, problem.lost)
         # Threads of gloo and of ours wait for the lost process; the interpreter must not wait for them when it ends.
-        atexit.register(end_process, IcomError.exit_code)
+        atexit.register(end_process, self._lost.exit_code)
         return self._lost
 
     def leave(self, error: BaseException | None = None) -> None:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from icom.errors import IcomError
 from icom.names import plain
 from icom.parallel.lines import Lines, call, said_goodbye, say_goodbye
 from icom.parallel.listening import listen
@@ -49,7 +50,18 @@ REAP_SECONDS = 5
 
 _PROBLEM, _PORT = "problem", "watch port"
 
-_AGAIN = (
+RESTARTED_BY = "ICOM_RESTARTED_BY"
+"""Set in what `icom launch` makes for those who start a run again by themselves: slurm, kubernetes."""
+_AGAIN = {
+    "slurm": "The job goes back into Slurm's queue, and on from the last checkpoint when it starts again.",
+    "kubernetes": "Kubernetes starts the pods again, and they go on from the last checkpoint.",
+    "Slurm": (
+        "Submit the same command again with --resume_from_checkpoint latest; `icom launch slurm` makes jobs that do so "
+        "themselves."
+    ),
+}
+"""Who starts the run again by itself, or else the launcher -> how the run goes on."""
+_AGAIN_WITH_HOSTS_FILE = (
     "Go on with the machines that are left: the same command without the lost ones in the hosts file, and "
     "--resume_from_checkpoint latest."
 )
@@ -100,6 +112,8 @@ class Watch:
         self.problem: RunProblem | None = None
         self.handled = threading.Event()
         self._store, self._launchers = store, launchers
+        restarted_by = os.environ.get(RESTARTED_BY, place.launcher)
+        self._again = _AGAIN.get(restarted_by, _AGAIN_WITH_HOSTS_FILE)
         self._stopped = threading.Event()
         self._parting = False
         self._lock = threading.Lock()
@@ -173,7 +187,7 @@ class Watch:
     def _lose(self, lost: set[int], speaker: int = 0) -> None:
         if not self._parting:
             why = "It died, or the network is down." if len(lost) == 1 else "They died, or the network is down."
-            self.tell(RunProblem(f"lost {self._names(lost)}. {why} {_AGAIN}", speaker, frozenset(lost)))
+            self.tell(RunProblem(f"lost {self._names(lost)}. {why} {self._again}", speaker, frozenset(lost)))
 
     def _lose_rank_0(self) -> None:
         # All the others see this and have no store any more to agree in. Rank 0's whole machine may be gone.
@@ -203,7 +217,7 @@ class Watch:
             while not self._stopped.wait(BEAT_SECONDS):
                 if gone := self._launchers.gone():
                     here = self._names({self.rank})
-                    self.tell(RunProblem(f"lost the launcher's hold on {here}: {gone} there died. {_AGAIN}", 0))
+                    self.tell(RunProblem(f"lost the launcher's hold on {here}: {gone} there died. {self._again}", 0))
                 count += 1
                 self._store.set(_key(self.rank), str(count))
                 beats = self._store.multi_get(keys)
@@ -242,7 +256,7 @@ class Watch:
             elif patience is None or self.handled.is_set() != patience[0]:
                 patience = self.handled.is_set(), now + GRACE_SECONDS
             elif now > patience[1]:
-                end_process(1)
+                end_process(exit_code_of(self.problem.lost))
                 return
 
     def _decoded(self, text: bytes) -> RunProblem:
@@ -294,6 +308,11 @@ class Launchers:
                 str(self._mpirun.create_time()),
             ]
             subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL)
+
+
+def exit_code_of(lost: frozenset[int]) -> int:
+    """Of a process whose run ends: 75 (sysexits' "temporary failure") where others are gone, else 1."""
+    return os.EX_TEMPFAIL if lost else IcomError.exit_code
 
 
 def end_mpirun(pid: int, create_time: float) -> None:

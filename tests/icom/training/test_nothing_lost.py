@@ -270,7 +270,7 @@ def test_interrupt_saves_a_checkpoint_that_resumes(train: Run, start: Start, tmp
     assert_message(
         Result(process.returncode, out, err),
         130,
-        "icom: SIGINT: finishing this step, then saving (again: stop at once).",
+        "icom: SIGINT: finishing this step, then saving (Ctrl-C: stop at once).",
         f"icom: stopped after step {step}; saved {checkpoint}. Continue with the same command and --resume_from_check",
     )
     result = train(output_dir=tmp_path, max_train_steps=step + 2, **LATEST)
@@ -293,6 +293,20 @@ def test_second_interrupt_stops_at_once(start: Start, tmp_path: Path) -> None:
     out, err = process.communicate()
     assert_message(Result(process.returncode, out, err), 130, "stopped at once. What was saved before is intact.")
     assert not list_checkpoints(tmp_path)
+
+
+def test_second_sigterm_does_not_spoil_the_saving(start: Start, tmp_path: Path) -> None:
+    """Schedulers send it again: srun when the first process of a run has ended, Kubernetes and people to be sure."""
+    process = start(*train_arguments(output_dir=tmp_path, gradient_accumulation_steps=50, max_train_steps=1000))
+    assert process.stderr
+    wait_until(lambda: process.poll() is not None or (tmp_path / "metrics.jsonl").exists())
+    process.send_signal(signal.SIGTERM)
+    while "finishing this step" not in process.stderr.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate()
+    (checkpoint,) = list_checkpoints(tmp_path)
+    assert (process.returncode, f"saved {checkpoint}" in err) == (143, True), err
 
 
 LOADS_FOR_EVER = """

@@ -84,7 +84,10 @@ def program(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Run one command and exit: 0 done, 1 failed, 2 wrong usage, 75 lost a process, 130/143 stopped by a signal after saving."""
+    """Run one command and exit.
+
+    With 0 when done, 1 failed, 2 wrong usage, 75 another process lost, 130/143 stopped by a signal after saving.
+    """
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         with stopping_at_once():

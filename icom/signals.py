@@ -66,9 +66,9 @@ class StopRequest:
     """Context manager that turns the first SIGINT or SIGTERM into a request that the loop asks for.
 
     A second signal acts as it would have without us, but for a SIGTERM soon after the first: schedulers send it again
-    when another process of the run has ended, or to be sure. `doing` tells the user what happens after the first. `also` names
-    more signals: SIGHUP, for a terminal that is closed, which stays ignored where it was (nohup), and whose repetitions
-    are ignored: a terminal sends one and so does its shell.
+    when another process of the run has ended, or to be sure. `doing` tells the user what happens after the first.
+    `also` names more signals: SIGHUP, for a terminal that is closed, which stays ignored where it was (nohup), and
+    whose repetitions are ignored: a terminal sends one and so does its shell.
     """
 
     def __init__(self, doing: str = "finishing this step, then saving", also: Sequence[signal.Signals] = ()) -> None:

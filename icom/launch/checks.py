@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from icom.launch.probe import CODE, ICOM, MODEL, MPIRUN, OTHER_COMMIT, PICTURES, Answer, Request, from_line, read_answer
+from icom.names import plain
 from icom.parallel.alike import differences
 
 SECONDS_PER_HOST = 120
@@ -108,9 +109,14 @@ def check(
             for number, target in enumerate(targets)
         ]
         outcomes = [future.result() for future in asked]
-    answers = {t.name: outcome for t, outcome in zip(targets, outcomes, strict=True) if isinstance(outcome, Answer)}
+    return compare([*zip(targets, outcomes, strict=True)])
+
+
+def compare(outcomes: list[tuple[Target, Answer | HostProblem]]) -> list[HostProblem]:
+    """What is wrong: on each host by itself, or in comparison with the first that answered; in their order."""
+    answers = {target.name: outcome for target, outcome in outcomes if isinstance(outcome, Answer)}
     problems: list[HostProblem] = []
-    for target, outcome in zip(targets, outcomes, strict=True):
+    for target, outcome in outcomes:
         if isinstance(outcome, Answer):
             problems += [HostProblem(target.name, what, fix) for what, fix in outcome.problems]
             problems += _differences(target.name, outcome, answers)
@@ -118,6 +124,20 @@ def check(
         else:
             problems.append(outcome)
     return problems
+
+
+def show_problems(problems: list[HostProblem]) -> None:
+    """Print all problems of all hosts as one table."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table("", "host", "what is wrong", "what to do", box=None, pad_edge=False)
+    for problem in problems:
+        mark = "[red]✗" if problem.stops else "[yellow]!"
+        # What a host said is part of it.
+        table.add_row(mark, *(escape(plain(text)) for text in (problem.host, problem.what, problem.fix)))
+    Console(stderr=True, highlight=False).print(table)
 
 
 def _differences(host: str, answer: Answer, answers: Mapping[str, Answer]) -> Iterable[HostProblem]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from icom.config.launch import LaunchEnvConfig, LaunchMpirunConfig
 from icom.config.train import TrainConfig
 from icom.errors import IcomError, UsageError
-from icom.launch.checks import HostProblem, Target, check
+from icom.launch.checks import Target, check, show_problems
 from icom.launch.environment import (
     INTERFACES,
     YOURS,
@@ -26,8 +26,7 @@ from icom.launch.environment import (
 from icom.launch.hosts import Share, read_hosts, share_out
 from icom.launch.launch import Launch, become, count, show, training_config
 from icom.launch.mpi import NAMES, Mpi, command, find_mpi
-from icom.launch.probe import Request
-from icom.names import plain
+from icom.launch.probe import Contents, Request
 from icom.parallel.secret import SECRET, find_secret, new_secret
 
 ROOT = Path(__file__).parent.parent.parent
@@ -167,12 +166,7 @@ def _request(training: TrainConfig, accelerate: Path, mpi: Mpi, master: Master, 
     # One that the user set may be no interface's name: Open MPI takes networks and lists too.
     ours = any(v.name in INTERFACES[mpi.flavour] and v.why != YOURS for v in launch.env)
     return Request(
-        pictures=training.train_data_dir,
-        model=training.pretrained_model_name_or_path,
-        tokenizer=training.tokenizer_name,
-        revision=training.revision,
-        variant=training.variant,
-        files=[str(accelerate), str(SCRIPT), *([training.config] if training.config else [])],
+        contents=Contents.of(training, [str(accelerate), str(SCRIPT)]),
         mpirun=str(mpi.mpirun),
         interface=master.interface if ours else None,
         address=master.address,
@@ -188,17 +182,3 @@ def _own_variables(shares: list[Share], launch: Launch) -> list[Variable]:
     own = next((share for share in shares if is_this_machine(share.host.name)), None)
     environment = dict(os.environ) | {variable.name: variable.value for variable in launch.env}
     return host_variables(environment, 0, own.ranks) if own else []
-
-
-def show_problems(problems: list[HostProblem]) -> None:
-    """Print all problems of all hosts as one table."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table("", "host", "what is wrong", "what to do", box=None, pad_edge=False)
-    for problem in problems:
-        mark = "[red]✗" if problem.stops else "[yellow]!"
-        # What a host said is part of it.
-        table.add_row(mark, *(escape(plain(text)) for text in (problem.host, problem.what, problem.fix)))
-    Console(stderr=True, highlight=False).print(table)

@@ -18,7 +18,7 @@ import platform
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from importlib import metadata
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from icom import __version__, machine
+from icom.config.train import TrainConfig
 from icom.errors import IcomError
 from icom.launch import digests, mpi
 
@@ -47,8 +48,8 @@ Problem = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Request:
-    """What is asked of a host.
+class Contents:
+    """What a run reads.
 
     Attributes:
         pictures: --train_data_dir.
@@ -56,7 +57,35 @@ class Request:
         tokenizer: --tokenizer_name.
         revision: --revision.
         variant: --variant.
-        files: further files that the run reads.
+        files: further files.
+    """
+
+    pictures: str
+    model: str
+    tokenizer: str | None
+    revision: str | None
+    variant: str | None
+    files: list[str]
+
+    @classmethod
+    def of(cls, training: TrainConfig, files: Iterable[str] = ()) -> Contents:
+        """Of a training, and of a launcher's own `files`."""
+        return cls(
+            pictures=training.train_data_dir,
+            model=training.pretrained_model_name_or_path,
+            tokenizer=training.tokenizer_name,
+            revision=training.revision,
+            variant=training.variant,
+            files=[*files, *([training.config] if training.config else [])],
+        )
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of a host.
+
+    Attributes:
+        contents: what has to be the same on all.
         mpirun: path of mpirun.
         interface: that mpirun will be told to use; None: none.
         address: MASTER_ADDR.
@@ -66,12 +95,7 @@ class Request:
         environment: what mpirun would pass on and matters here, such as HF_HOME.
     """
 
-    pictures: str
-    model: str
-    tokenizer: str | None
-    revision: str | None
-    variant: str | None
-    files: list[str]
+    contents: Contents
     mpirun: str
     interface: str | None
     address: str
@@ -123,7 +147,7 @@ def read_answer(message: dict[str, Any]) -> Answer:
     Raises:
         ValueError: it is none.
     """
-    if set(message) != {f.name for f in fields(Answer)}:
+    if set(message) != _names(Answer):
         raise ValueError(f"has {', '.join(sorted(message))}")
     versions, digests_, cores, problems = (message[f.name] for f in fields(Answer))
     well = (
@@ -137,6 +161,10 @@ def read_answer(message: dict[str, Any]) -> Answer:
     return Answer(versions, digests_, cores, [(what, fix) for what, fix in problems])
 
 
+def _names(kind: type[Request | Contents | Answer]) -> set[str]:
+    return {field.name for field in fields(kind)}
+
+
 def _is_texts(some: Any) -> bool:
     return isinstance(some, dict) and all(isinstance(text, str) for text in some.values())
 
@@ -144,22 +172,26 @@ def _is_texts(some: Any) -> bool:
 def main() -> None:
     """Answer one request."""
     asked = json.loads(sys.stdin.readline())
-    if set(asked) != {f.name for f in fields(Request)}:
+    if set(asked) != _names(Request) or set(asked["contents"]) != _names(Contents):
         sys.exit(OTHER_COMMIT)
-    request = Request(**asked)
+    request = Request(**{**asked, "contents": Contents(**asked["contents"])})
     os.environ |= request.environment
     with ThreadPoolExecutor(1) as pool:
         # The slowest part, and hashing leaves Python's other threads alone.
-        model = pool.submit(_attempt, _model, request)
+        model = pool.submit(_attempt, _model, request.contents)
         with contextlib.ExitStack() as stack:
             problems = []
             if request.listens:
                 problem = _listen(request, stack)
                 problems += [problem] if problem else []
                 _say({"listening": problem is None})
-            versions, found = _versions(request.mpirun)
+            versions, found = _versions()
             problems += found
-            contents, found = _contents(request)
+            if Path(request.mpirun).is_file():
+                versions[MPIRUN] = mpi.describe(Path(request.mpirun))
+            else:
+                problems.append((f"no {request.mpirun}", "install the same MPI there as here, at the same place"))
+            contents, found = _contents(request.contents)
             problems += found
             problem = _no_interface(request.interface)
             problems += [problem] if problem else []
@@ -173,12 +205,21 @@ def main() -> None:
                 sys.stdin.read()
 
 
+def look(contents: Contents) -> Answer:
+    """Answer for this machine without a conversation, on a launcher that starts something on all of them at once."""
+    versions, problems = _versions()
+    found, more = _contents(contents)
+    found[MODEL], problem = _attempt(_model, contents)
+    problems += more + ([problem] if problem else [])
+    return Answer(versions, found, machine.usable_cores(), problems)
+
+
 def _say(message: dict[str, Any]) -> None:
     sys.stdout.write(to_line(message))
     sys.stdout.flush()
 
 
-def _versions(mpirun: str) -> tuple[dict[str, str], list[Problem]]:
+def _versions() -> tuple[dict[str, str], list[Problem]]:
     versions, problems = {ICOM: __version__, PYTHON: platform.python_version()}, []
     for package in (*PACKAGES, *OPTIONAL):
         try:
@@ -188,22 +229,18 @@ def _versions(mpirun: str) -> tuple[dict[str, str], list[Problem]]:
                 versions[package] = "none"
             else:
                 problems.append((f"{package} is not installed", "make setup-master, there"))
-    if Path(mpirun).is_file():
-        versions[MPIRUN] = mpi.describe(Path(mpirun))
-    else:
-        problems.append((f"no {mpirun}", "install the same MPI there as here, at the same place"))
     return versions, problems
 
 
-def _contents(request: Request) -> tuple[dict[str, str], list[Problem]]:
+def _contents(contents: Contents) -> tuple[dict[str, str], list[Problem]]:
     """All digests but the model's."""
-    contents, problems = {CODE: digests.code()}, []
-    for name in request.files:
-        contents[name], problem = _attempt(digests.file, Path(name))
+    found, problems = {CODE: digests.code()}, []
+    for name in contents.files:
+        found[name], problem = _attempt(digests.file, Path(name))
         problems += [problem] if problem else []
-    contents[PICTURES], problem = _attempt(digests.pictures, request.pictures)
+    found[PICTURES], problem = _attempt(digests.pictures, contents.pictures)
     problems += [problem] if problem else []
-    return contents, problems
+    return found, problems
 
 
 def _no_interface(name: str | None) -> Problem | None:
@@ -215,8 +252,8 @@ def _no_interface(name: str | None) -> Problem | None:
     return f"no network interface {name}", fix
 
 
-def _model(request: Request) -> str:
-    return digests.model(request.model, request.tokenizer, request.revision, request.variant)
+def _model(contents: Contents) -> str:
+    return digests.model(contents.model, contents.tokenizer, contents.revision, contents.variant)
 
 
 def _attempt(digest: Callable[[T], str], argument: T) -> tuple[str, Problem | None]:

@@ -19,8 +19,7 @@ import pytest
 from rich.console import Console
 
 from icom.errors import IcomError
-from icom.launch.checks import HostProblem
-from icom.launch.mpirun import show_problems
+from icom.launch.checks import HostProblem, show_problems
 from icom.launch.hosts import read_hosts
 from icom.names import plain
 from provisioning import bootstrap as nodes_module

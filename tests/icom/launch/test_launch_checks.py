@@ -18,13 +18,14 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from icom.data.images import BUNDLED_CONCEPTS
 from icom.launch import checks, digests, probe
 from icom.launch.checks import HostProblem, Target, check
-from icom.launch.probe import Answer, Request, from_line, read_answer, to_line
+from icom.launch.probe import Answer, Contents, Request, from_line, read_answer, to_line
 from icom.models.loading import BUNDLE
 from tests.support.command import ROOT
 
@@ -98,12 +99,7 @@ def port() -> int:
 def request_(port: int) -> Request:
     """What a run on the bundled model asks."""
     return Request(
-        pictures="photos",
-        model="bundled",
-        tokenizer=None,
-        revision=None,
-        variant=None,
-        files=[],
+        contents=Contents("photos", "bundled", tokenizer=None, revision=None, variant=None, files=[]),
         mpirun="/bin/sh",
         interface="lo",
         address="127.0.0.1",
@@ -112,6 +108,11 @@ def request_(port: int) -> Request:
         word=secrets.token_hex(8),
         environment={},
     )
+
+
+def reading(request: Request, **contents: Any) -> Request:
+    """The same, on something else."""
+    return replace(request, contents=replace(request.contents, **contents))
 
 
 def ask(request: Request, *names: str) -> dict[str, list[tuple[str, str]]]:
@@ -209,7 +210,10 @@ def test_port_can_be_used_right_after_the_check(here: Path, request_: Request) -
 def test_what_is_missing_on_the_only_host(here: Path, request_: Request) -> None:
     (here / "photos/broken.png").write_bytes(b"no picture")
     asked = replace(
-        request_, interface="no0", mpirun="/no/mpirun", model="no/where", files=["run.yaml"], address="203.0.113.1"
+        reading(request_, model="no/where", files=["run.yaml"]),
+        interface="no0",
+        mpirun="/no/mpirun",
+        address="203.0.113.1",
     )
     told = [what for what, _ in ask(asked, "first")["first"]]
     assert [line.split("\n")[0] for line in told] == [
@@ -233,7 +237,7 @@ def test_models_are_compared_by_content(here: Path, request_: Request, tmp_path:
         shutil.copytree(BUNDLE, root / "model")
         shutil.rmtree(root / "photos")
         pictures(root / "photos", "red-moon")
-    asked = replace(request_, model="model")
+    asked = reading(request_, model="model")
     assert ask(asked, "first", "elsewhere") == {}
     weights = tmp_path / "elsewhere/model/unet/diffusion_pytorch_model.safetensors"
     content = bytearray(weights.read_bytes())
@@ -249,10 +253,10 @@ def test_models_of_the_hub_are_compared_by_commit(here: Path, request_: Request,
     shutil.copytree(BUNDLE, repository / "snapshots" / commit)
     (repository / "refs").mkdir()
     (repository / "refs/main").write_text(commit)
-    asked = replace(request_, model="some/model")
+    asked = reading(request_, model="some/model")
     cache = {"HF_HUB_CACHE": str(tmp_path / "hub")}
     assert check([Target("first", True, 1), Target("b", False, 1)], asked, cache) == []
-    (problem,) = check([Target("first", True, 1)], replace(asked, revision="v2"), cache)
+    (problem,) = check([Target("first", True, 1)], reading(asked, revision="v2"), cache)
     assert problem.fix == "Fetch it there: hf download some/model --revision v2"
     shutil.rmtree(repository / "snapshots" / commit / "vae")
     (problem,) = check([Target("first", True, 1)], asked, cache)
@@ -295,7 +299,7 @@ def test_answers_are_read_back_and_nothing_else() -> None:
 
 
 def test_table_stops_the_start_unless_all_are_warnings(capsys: pytest.CaptureFixture[str]) -> None:
-    from icom.launch.mpirun import show_problems
+    from icom.launch.checks import show_problems
 
     show_problems([HostProblem("a[1]", "is [red]", "do", stops=False), HostProblem("b", "is wrong", "repair")])
     assert [line.split() for line in capsys.readouterr().err.splitlines()[1:]] == [

@@ -22,9 +22,10 @@ from icom.config.convert import ConvertConfig
 from icom.config.demo import DemoConfig
 from icom.config.doctor import DoctorConfig
 from icom.config.generate import GenerateConfig
-from icom.config.launch import LaunchEnvConfig, LaunchMpirunConfig
+from icom.config.launch import LaunchEnvConfig, LaunchMpirunConfig, LaunchSlurmConfig
 from icom.config.loading import read_flags
 from icom.config.params import ParamsConfig
+from icom.config.report import ReportConfig
 from icom.config.train import TrainConfig, load_train_config, to_yaml
 from icom.errors import IcomError
 from icom.files import is_full, write_error
@@ -52,7 +53,9 @@ COMMANDS: dict[str, tuple[Any, str]] = {
     "params": (ParamsConfig, "icom.commands.params:params"),
     "bench": (BenchConfig, "icom.bench.command:bench"),
     "doctor": (DoctorConfig, "icom.commands.doctor.command:doctor"),
+    "report": (ReportConfig, "icom.commands.report:report"),
     "launch mpirun": (LaunchMpirunConfig, "icom.launch.mpirun:launch_mpirun"),
+    "launch slurm": (LaunchSlurmConfig, "icom.launch.slurm.command:launch_slurm"),
     "launch env": (LaunchEnvConfig, "icom.launch.mpirun:launch_env"),
     "provision": (ProvisionConfig, "provisioning.provision:provision"),
     "bake": (BakeConfig, "provisioning.provision:bake"),
@@ -73,7 +76,7 @@ FROM_FILES: dict[str, Callable[[Mapping[str, Any]], Any]] = {
 }
 """Commands with --config -> what lays their flags over the file."""
 
-GROUPS = {"launch": "Train on several machines with mpirun."}
+GROUPS = {"launch": "Train on several machines: with mpirun, or as a job of Slurm's."}
 """First word of the commands with two -> what they are for."""
 
 

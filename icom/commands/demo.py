@@ -16,6 +16,7 @@ from icom.config.train import load_train_config
 from icom.methods.embedding_file import load_embedding
 from icom.models import loading, pipelines
 from icom.progress import progress
+from icom.training.outcome import write_score
 from icom.training.report import grid, save_png
 from icom.training.results import EMBEDDING
 from icom.training.train import train
@@ -88,6 +89,8 @@ def demo(config: DemoConfig) -> None:
     drawn = (learned.before, learned.after, learned.elsewhere)
     columns = min(8, config.num_images)
     save_png(grid([p for part in drawn for p in part.pictures[:columns]], columns), output / "before-after.png")
+
+    write_score(output, **{name: part.score.share for name, part in vars(learned).items() if isinstance(part, Drawn)})
 
     table = Table(title=f"{TOKEN}: a {thing.colour} {thing.pattern} {thing.shape}, which the model has never drawn")
     for heading in ("pictures", "prompt", "right"):

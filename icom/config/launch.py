@@ -7,8 +7,12 @@ from typing import Annotated, Literal
 
 import tyro
 
+from icom.config.common import check_at_least_one
+from icom.errors import UsageError
+
 Flavour = Literal["intel", "mpich", "openmpi"]
 FlavourOrAuto = Literal["auto", "intel", "mpich", "openmpi"]
+TrainingOptions = Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="-- TRAINING OPTIONS")]
 
 
 @dataclass(kw_only=True)
@@ -18,9 +22,7 @@ class LaunchMpirunConfig:
     Example: icom launch mpirun --hosts hosts -- --train_data_dir photos --placeholder_token "<dicoo>" …
     """
 
-    training_options: Annotated[
-        tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="-- TRAINING OPTIONS")
-    ] = ()
+    training_options: TrainingOptions = ()
     """Everything after `--`: the options of `icom train`. They are checked before anything starts."""
     hosts: str
     """Required. File with one host per line (hosts.example explains it); rank 0 runs on the first."""
@@ -34,6 +36,67 @@ class LaunchMpirunConfig:
     """Whose mpirun. `auto`: this environment's own, else the first in PATH."""
     dry_run: bool = False
     """Print the command and the environment, and stop; no host is asked anything."""
+
+
+@dataclass(kw_only=True)
+class LaunchSlurmConfig:
+    """Submit the training to Slurm: it goes on by itself after a time limit, preemption or the loss of a node.
+
+    Example: icom launch slurm --nodes 3 --time 4:00:00 -- --train_data_dir photos --placeholder_token "<dicoo>" …
+    """
+
+    training_options: TrainingOptions = ()
+    """Everything after `--`: the options of `icom train`. --output_dir has to lie where all nodes see it."""
+    nodes: int
+    """Required. Nodes of the job."""
+    ppn: int | None = None
+    """Processes per node. Default: one, or one for each of --gpus_per_node."""
+    cpus_per_task: int | None = None
+    """CPUs of each process. Default: all that the partition's smallest node has, shared by its processes."""
+    time: str | None = None
+    """Time limit, as in 90 (minutes), 4:00:00 or 1-12:00:00. At its end the job saves, waits its turn, and goes on."""
+    partition: str | None = None
+    """Partition to run in. Default: the cluster's."""
+    account: str | None = None
+    """Account to charge."""
+    qos: str | None = None
+    """Quality of service."""
+    gpus_per_node: int | None = None
+    """GPUs per node; one process each."""
+    exclusive: bool = False
+    """Share the nodes with no other job."""
+    array: str | None = None
+    """FILE or FILE%N: a run for each line, N at a time. A line has options of `icom train` that come on top of those
+    after `--`, or names a YAML file of options. What is done already is not done again."""
+    container_image: str | None = None
+    """Image with icom to run in (Pyxis): a squash file, or registry#name:tag."""
+    container_mounts: str | None = None
+    """What the container sees of the nodes (Pyxis): SOURCE:TARGET, several with commas."""
+    max_requeues: int = 10
+    """How often the job may start again."""
+    sbatch: str = ""
+    """Further options of sbatch, in one argument and with `=`: --sbatch="--mail-type=END --constraint=avx512"."""
+    dry_run: bool = False
+    """Print the job's script, and stop. Where there is no Slurm, it lacks the default of --cpus_per_task."""
+    wait: bool = False
+    """Follow the log until the job ends; its exit code is then this command's. Ctrl-C leaves the job alone."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work.
+
+        Raises:
+            UsageError: names the option and how to fix it.
+        """
+        counts = ("nodes", "ppn", "cpus_per_task", "gpus_per_node")
+        check_at_least_one(**{name: getattr(self, name) for name in counts})
+        if self.max_requeues < 0:
+            raise UsageError("--max_requeues must not be negative.")
+        if self.container_mounts and not self.container_image:
+            raise UsageError("--container_mounts is for --container_image, which is missing.")
+        for name in ("time", "partition", "account", "qos", "container_image", "container_mounts", "sbatch"):
+            value = getattr(self, name)
+            if value is not None and not value.isprintable():
+                raise UsageError(f"--{name} has characters that no line of a script can have.")
 
 
 @dataclass(kw_only=True)

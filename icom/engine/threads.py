@@ -18,10 +18,10 @@ def use_own_cores(place: Place) -> None:
 
     Two ranks on a machine with two NUMA nodes get a node each. OpenMP's threads inherit the binding: call this before
     the first computation. What was set on purpose stays: OMP_NUM_THREADS the number of threads (accelerate launch
-    sets it), and OpenMP's own variables where these run.
+    sets it), and OpenMP's own variables where these run. Slurm binds its tasks itself, or means to have them unbound.
     """
     cores = machine.cores_of_rank(place.local_rank, place.local_size)
-    if place.local_size > 1 and not any(name in os.environ for name in _OPENMP_BINDS):
+    if place.local_size > 1 and place.launcher != "Slurm" and not any(name in os.environ for name in _OPENMP_BINDS):
         os.sched_setaffinity(0, cores)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(len(cores))

@@ -232,6 +232,9 @@ def host_variables(
     """
     cores = len(machine.cores_of_rank(local_rank, local_size, root))
     why = "physical cores" if local_size == 1 else f"physical cores, shared by {local_size} processes"
+    of_slurm = environment.get("SLURM_CPUS_PER_TASK", "") if "SLURM_STEP_NUM_TASKS" in environment else ""
+    if of_slurm.isdecimal() and 0 < int(of_slurm) < cores:  # where Slurm does not bind, the other cores are others'
+        cores, why = int(of_slurm), "Slurm's --cpus-per-task"
     wanted = [Variable("OMP_NUM_THREADS", str(cores), why)]
     preloads = [file for names in _PRELOADS if (file := _find_library(names, root))]
     if preloads:

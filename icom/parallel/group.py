@@ -181,6 +181,14 @@ class Group:
             store.set(key, content)
         return self._wait_for(key)
 
+    def gather(self, content: bytes) -> list[bytes]:
+        """Everybody's bytes by rank, for everybody. For small things."""
+        if self._store is None:
+            return [content]
+        self._messages += 1
+        self._store.set(f"gather/{self._messages}/{self.rank}", content)
+        return [self._wait_for(f"gather/{self._messages}/{rank}") for rank in range(self.size)]
+
     def wait_for_everyone(self) -> None:
         """Until all processes have come here."""
         if self._store is None:

@@ -17,7 +17,18 @@ PICTURES = "sd-concepts-library/dicoo/resolve/main/concept_images/{}.jpeg"
 PICTURE_COUNT = 5
 PICTURE_FOLDER = "dicoo"
 # What hosts in tests need besides Python packages: command -> Debian's package.
-TEST_TOOLS = {"sshd": "openssh-server", "ip": "iproute2", "mpirun.mpich": "mpich", "mpirun.openmpi": "openmpi-bin"}
+TEST_TOOLS = {
+    "sshd": "openssh-server",
+    "ip": "iproute2",
+    "mpirun.mpich": "mpich",
+    "mpirun.openmpi": "openmpi-bin",
+    "sbatch": "slurm-wlm",
+    "munged": "munge",
+    "gcc": "gcc",
+    "/usr/include/stdio.h": "libc6-dev",
+    "/usr/include/slurm/spank.h": "libslurm-dev",
+}
+"""Command, or file, and Debian's package that has it."""
 
 
 def install_conda(env: Mapping[str, str]) -> None:
@@ -88,10 +99,14 @@ def download_pictures(env: Mapping[str, str]) -> None:
     say(f"{PICTURE_COUNT} pictures are in {folder}")
 
 
+def _is_there(tool: str, path: str) -> bool:
+    return Path(tool).exists() if tool.startswith("/") else shutil.which(tool, path=path) is not None
+
+
 def install_test_tools(env: Mapping[str, str]) -> None:
     """Install what hosts in tests need where apt-get may; else say what is missing. Never fails: other tests run."""
     path = os.pathsep.join([env.get("PATH", os.defpath), "/usr/sbin", "/sbin"])  # sbin is not in everybody's PATH
-    missing = {command: package for command, package in TEST_TOOLS.items() if shutil.which(command, path=path) is None}
+    missing = {tool: package for tool, package in TEST_TOOLS.items() if not _is_there(tool, path)}
     if not missing:
         return
     why = "that takes root on Debian or Ubuntu"

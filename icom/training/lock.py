@@ -53,6 +53,23 @@ def only_run_in(output: Path) -> Iterator[None]:
             os.close(descriptor)
 
 
+def is_running(output: Path) -> bool:
+    """Whether a run has `output` now. Files of one that died are none; without locks in the file system, nor is one."""
+    try:
+        descriptor = os.open(output / RUNNING, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def _locked(path: Path) -> int:
     """Open and lock the file; the descriptor, which is the lock.
 

@@ -1,0 +1,20 @@
+"""The options of `icom report`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import tyro
+
+
+@dataclass(kw_only=True)
+class ReportConfig:
+    """Show how far runs came: state, steps, loss, score, seconds; and the options in which they differ.
+
+    Example: icom report runs/*
+    """
+
+    folders: tyro.conf.Positional[tuple[str, ...]]
+    """Output folders of `icom train`, or folders that hold such."""
+    json: bool = False
+    """Print JSON, a line for each run."""

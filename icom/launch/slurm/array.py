@@ -1,0 +1,104 @@
+"""`--array FILE`: a run for each line of a file."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from icom.config.loading import read_flags, read_yaml
+from icom.config.train import TrainConfig, load_train_config, settings
+from icom.errors import UsageError
+from icom.launch.launch import training_config
+from icom.training.outcome import DONE, read_outcome
+
+
+@dataclass(frozen=True)
+class Task:
+    """One run of an array.
+
+    Attributes:
+        number: of the task, from 0; the same however often the array is submitted.
+        training: its options, each with a folder of its own.
+        done: whether it has been run already.
+    """
+
+    number: int
+    training: TrainConfig
+    done: bool
+
+
+def split_array(option: str) -> tuple[Path, int | None]:
+    """FILE or FILE%N: the file, and how many runs at a time (None: all).
+
+    Raises:
+        UsageError: N is no number.
+    """
+    match = re.fullmatch(r"(.+?)(?:%(.*))?", option)
+    if not match or (match[2] is not None and not (match[2].isdecimal() and int(match[2]) > 0)):
+        raise UsageError(f"--array {option}: after % comes how many run at a time: --array runs.txt%4.")
+    return Path(match[1]).expanduser(), int(match[2]) if match[2] else None
+
+
+def read_array(file: Path, common: Sequence[str]) -> list[Task]:
+    """A run for each line that is not empty and no comment.
+
+    Args:
+        file: its lines have options of `icom train`, as in a shell, or the name of a YAML file with such.
+        common: options of all runs. A line that names no --output_dir gets a numbered folder in theirs.
+
+    Raises:
+        UsageError: the file or one of its lines; says which.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--array: {file} cannot be read: {error}.") from None
+    given = [(number, line.strip()) for number, line in enumerate(lines, 1)]
+    given = [(number, line) for number, line in given if line and not line.startswith("#")]
+    if not given:
+        raise UsageError(f"--array: {file} has no line with options.")
+    tasks: list[Task] = []
+    folders: dict[Path, int] = {}
+    for number, line in given:
+        where = f"{file}, line {number}: {line!r}"
+        try:
+            training = _training(line, common, len(tasks))
+        except UsageError as error:
+            raise UsageError(f"{where}: {error} Nothing was submitted.") from None
+        except SystemExit:  # tyro has said what
+            raise UsageError(f"{where} is wrong, see above. Nothing was submitted.") from None
+        folder = Path(training.output_dir).expanduser().absolute()
+        if folder in folders:
+            raise UsageError(f"{where}: line {folders[folder]} writes to {training.output_dir} as well.")
+        folders[folder] = number
+        tasks.append(Task(len(tasks), training, _is_done(training)))
+    return tasks
+
+
+def _training(line: str, common: Sequence[str], number: int) -> TrainConfig:
+    try:
+        words = shlex.split(line)
+    except ValueError as error:
+        raise UsageError(f"it cannot be read ({error}).") from None
+    file = words[0] if len(words) == 1 and words[0].endswith((".yaml", ".yml")) else None
+    own = {**read_yaml(file)} if file else read_flags(TrainConfig, words, "icom train")
+    base = read_flags(TrainConfig, common, "icom train")
+    if file:
+        if twice := sorted(own.keys() & base.keys() | ({"config"} & base.keys())):
+            raise UsageError(f"--{twice[0]} is after `--` too; leave it to one of the two.")
+        words = ["--config", file]
+    if "output_dir" not in own:
+        folder = Path(load_train_config(base).output_dir if "output_dir" in base else TrainConfig.output_dir)
+        words += ["--output_dir", str(folder / str(number))]
+    return training_config([*common, *words], "icom launch slurm")
+
+
+def _is_done(training: TrainConfig) -> bool:
+    outcome = read_outcome(Path(training.output_dir).expanduser())
+    if outcome.state != DONE:
+        return False
+    before = outcome.settings
+    return all(before.get(name) == value for name, value in settings(training).items() if value is not None)

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,10 +78,12 @@ class Box:
     Attributes:
         hosts: of the cluster; jobs are submitted on the first.
         shared: a folder that all of them see; commands run in it.
+        names: of the nodes, from their hosts'.
     """
 
     hosts: Cluster
     shared: Path
+    names: str
     _conf: Path
     _daemons: dict[str, Command] = field(default_factory=dict)
 
@@ -95,15 +97,9 @@ class Box:
             "OMP_NUM_THREADS": "1",  # all hosts share this machine's cores
         }
 
-    def run(
-        self, *words: str | Path, timeout: float | None = None, **variables: str
-    ) -> subprocess.CompletedProcess[str]:
+    def run(self, *words: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
         """Run a command on the first host to its end."""
-        return self.hosts[0].run(words, self.environment | variables, self.shared, timeout)
-
-    def start(self, *words: str | Path) -> Command:
-        """Start a command on the first host."""
-        return self.hosts[0].start(words, self.environment, self.shared)
+        return self.hosts[0].run(words, self.environment | variables, self.shared)
 
     def icom(self, *words: str | Path) -> subprocess.CompletedProcess[str]:
         """Run `icom` on the first host."""
@@ -121,13 +117,17 @@ class Box:
 
     def start_slurmd(self, host: Host) -> None:
         """Start the node's daemon."""
-        self._daemons[host.name] = host.start(
-            ["slurmd", "-D", "-N", host.name], self.environment, output=subprocess.DEVNULL
-        )
+        words = ["slurmd", "-D", "-N", self.names.format(host.name)]
+        self._daemons[host.name] = host.start(words, self.environment, output=subprocess.DEVNULL)
 
     def kill_slurmd(self, host: Host) -> None:
         """SIGKILL for the node's daemon; its jobs' own go on."""
         self._daemons[host.name].kill()
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        """Until it holds; less often than tests.support.waiting asks, for each question is a process."""
+        while not condition():
+            time.sleep(0.3)
 
     def is_idle(self) -> bool:
         """Whether all nodes are up and free."""
@@ -165,14 +165,12 @@ def slurm(nodes: int, shared: Path, *, cpus: int = 2, names: str = "{}", more: s
         key = shared / "munge.key"
         key.touch(mode=0o600)
         key.write_bytes(os.urandom(128))
-        box = Box(hosts, shared, conf)
+        box = Box(hosts, shared, names, conf)
         for host in hosts:
             check(host.run(["bash", "-c", _START, "bash", key], {"PATH": PATH}))
         controller = hosts[0].start(["slurmctld", "-D"], box.environment, output=subprocess.DEVNULL)
         for host in hosts:
-            box._daemons[host.name] = host.start(
-                ["slurmd", "-D", "-N", names.format(host.name)], box.environment, output=subprocess.DEVNULL
-            )
+            box.start_slurmd(host)
         deadline = time.monotonic() + 120
         while not box.is_idle():
             if controller.poll() is not None or time.monotonic() > deadline:

@@ -1,0 +1,69 @@
+"""`icom report`: what it says of a run is what the run's own files say.
+
+Guards icom.commands.report and icom.training.outcome.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from icom.training.lock import RUNNING
+from tests.support.command import Run, assert_message
+
+LATEST = {"resume_from_checkpoint": "latest"}
+
+
+def test_states_and_figures_of_runs(train: Run, icom: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number, rate in enumerate((1e-2, 1e-3)):
+        assert train(output_dir=f"runs/{number}", learning_rate=rate).code == 0
+    assert train(output_dir="runs/10", max_train_steps=2).code == 0
+    # As after kill -9: a run to 4 steps that came to the second one.
+    config = Path("runs/10/config.yaml")
+    config.write_text(config.read_text().replace("max_train_steps: 2", "max_train_steps: 4"))
+    Path("runs/notes").mkdir()
+
+    said = icom("report", "runs", "--json")
+    told = [json.loads(line) for line in said.out.splitlines()]
+    assert [(one["folder"], one["state"], one["step"], one["steps"]) for one in told] == [
+        ("runs/0", "done", 3, 3),
+        ("runs/1", "done", 3, 3),
+        ("runs/10", "stopped", 2, 4),
+    ]
+    for one in told:
+        rows = [json.loads(line) for line in Path(one["folder"], "metrics.jsonl").read_text().splitlines()]
+        assert math.isclose(one["loss"], sum(row["loss"] for row in rows) / len(rows))
+        assert math.isclose(one["seconds"], sum(row["seconds"] for row in rows))
+
+    table = icom("report", "runs/0", "runs/1").out
+    headings = table.splitlines()[0].split()
+    assert headings == ["run", "state", "steps", "loss", "seconds", "learning_rate"], table
+    assert [line.split()[-1] for line in table.splitlines()[1:]] == ["0.01", "0.001"]
+
+    # Begun anew, the old embedding is not the new run's.
+    with Path("runs/0", RUNNING).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert json.loads(icom("report", "runs/0", "--json").out)["state"] == "running"
+    Path("runs/0/config.yaml").touch()
+    assert json.loads(icom("report", "runs/0", "--json").out)["state"] == "stopped"
+
+
+def test_score_of_a_demo(icom: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = icom("demo", "--max_train_steps", "2", "--num_images", "2", "--output_dir", "demo")
+    assert said.code == 0, said
+    told = json.loads(icom("report", "demo", "--json").out)
+    share = f"{told['score']:.0%}"
+    after = next(line for line in said.out.splitlines() if "after training" in line)
+    assert f"({share})" in after and share in icom("report", "demo").out
+
+
+def test_folders_without_runs(icom: Run, tmp_path: Path) -> None:
+    assert_message(icom("report"), 2, "Which runs?")
+    assert_message(icom("report", str(tmp_path / "no")), 2, "No folder")
+    assert_message(icom("report", str(tmp_path)), 2, "No run has written to")

@@ -22,7 +22,7 @@ from tests.support.namespaces import PATH, ClusterError, Command, check
 
 _COMMANDS = ("sbatch", "srun", "slurmctld", "slurmd", "munged")
 
-# Jobs that go back into the queue wait twice as long as a credential holds. Nobody's limits are passed on, for they
+# Jobs that go back into the queue wait as long as a credential holds. Nobody's limits are passed on, for they
 # may be above those of a host.
 _CONF = """\
 ClusterName=box
@@ -30,7 +30,7 @@ SlurmctldHost={first}({first_address})
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket=/run/slurm/munge,cred_expire=1
+AuthInfo=socket=/run/slurm/munge,cred_expire=5
 StateSaveLocation=/run/slurm/ctld
 SlurmdSpoolDir=/run/slurm/d
 SlurmctldPidFile=/run/slurm/ctld.pid

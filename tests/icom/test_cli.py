@@ -301,6 +301,7 @@ def test_bench_sweep_writes_csv_and_plot(tmp_path: Path, icom: Icom) -> None:
         assert picture.format == "PNG"
 
 
+@pytest.mark.long
 def test_operations_are_counted_and_not_assumed() -> None:
     """SD1.5 at 512 px: 803 GFLOP forward and 866 backward in the UNet alone, measured elsewhere with other tools."""
     from icom.bench.measure import count_flops

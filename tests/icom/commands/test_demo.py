@@ -5,6 +5,7 @@ Guards icom.commands.demo.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,6 +36,10 @@ def test_demo_shows_scores_grid_and_curve(tmp_path: Path, icom: Icom) -> None:
         assert grid.size == (3 * 64 + 2 * 4, 3 * 64 + 2 * 4)
     with Image.open(tmp_path / "demo" / "loss.png") as curve:
         assert curve.width > 500
+    # `icom report` knows the score of a demo.
+    score = f"{json.loads(icom('report', str(tmp_path / 'demo'), '--json').out)['score']:.0%}"
+    after = next(line for line in result.out.splitlines() if "after training" in line)
+    assert f"({score})" in after and score in icom("report", str(tmp_path / "demo")).out
 
 
 @pytest.mark.parametrize(

@@ -53,16 +53,6 @@ def test_states_and_figures_of_runs(train: Run, icom: Run, tmp_path: Path, monke
     assert json.loads(icom("report", "runs/0", "--json").out)["state"] == "stopped"
 
 
-def test_score_of_a_demo(icom: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    said = icom("demo", "--max_train_steps", "2", "--num_images", "2", "--output_dir", "demo")
-    assert said.code == 0, said
-    told = json.loads(icom("report", "demo", "--json").out)
-    share = f"{told['score']:.0%}"
-    after = next(line for line in said.out.splitlines() if "after training" in line)
-    assert f"({share})" in after and share in icom("report", "demo").out
-
-
 def test_folders_without_runs(icom: Run, tmp_path: Path) -> None:
     assert_message(icom("report"), 2, "Which runs?")
     assert_message(icom("report", str(tmp_path / "no")), 2, "No folder")

@@ -282,6 +282,7 @@ main(sys.argv[2:])
 """
 
 
+@pytest.mark.long
 def test_who_only_knocks_changes_nothing(
     ranks: StartRanks, stranger: Stranger, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

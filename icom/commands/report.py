@@ -38,7 +38,8 @@ def show_outcomes(outcomes: Sequence[Outcome]) -> None:
     from rich.table import Table
 
     names = dict.fromkeys(name for outcome in outcomes for name in outcome.settings if name not in _SHOWN_ELSEWHERE)
-    differing = [name for name in names if len({str(outcome.settings.get(name)) for outcome in outcomes}) > 1]
+    begun = [outcome.settings for outcome in outcomes if outcome.settings]
+    differing = [name for name in names if len({str(settings.get(name)) for settings in begun}) > 1]
     scores = any(outcome.score is not None for outcome in outcomes)
     table = Table(box=None, pad_edge=False)
     table.add_column("run", overflow="fold")
@@ -55,9 +56,8 @@ def show_outcomes(outcomes: Sequence[Outcome]) -> None:
         cells.append(f"{outcome.seconds:.0f}")
         cells += [str(outcome.settings.get(name, "–")) for name in differing]
         table.add_row(*map(escape, cells), style=None if outcome.state == DONE else "yellow")
-    console = Console(highlight=False)
     # In a file or a pipe a table is as wide as it needs to be.
-    console.print(table, width=None if sys.stdout.isatty() else 400)
+    Console(highlight=False, width=None if sys.stdout.isatty() else 400).print(table)
 
 
 def _outcomes(folder: Path) -> list[Outcome]:

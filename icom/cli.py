@@ -22,7 +22,7 @@ from icom.config.convert import ConvertConfig
 from icom.config.demo import DemoConfig
 from icom.config.doctor import DoctorConfig
 from icom.config.generate import GenerateConfig
-from icom.config.launch import LaunchEnvConfig, LaunchMpirunConfig, LaunchSlurmConfig
+from icom.config.launch import LaunchEnvConfig, LaunchKubernetesConfig, LaunchMpirunConfig, LaunchSlurmConfig
 from icom.config.loading import read_flags
 from icom.config.params import ParamsConfig
 from icom.config.report import ReportConfig
@@ -56,6 +56,7 @@ COMMANDS: dict[str, tuple[Any, str]] = {
     "report": (ReportConfig, "icom.commands.report:report"),
     "launch mpirun": (LaunchMpirunConfig, "icom.launch.mpirun:launch_mpirun"),
     "launch slurm": (LaunchSlurmConfig, "icom.launch.slurm.command:launch_slurm"),
+    "launch kubernetes": (LaunchKubernetesConfig, "icom.launch.kubernetes.command:launch_kubernetes"),
     "launch env": (LaunchEnvConfig, "icom.launch.mpirun:launch_env"),
     "provision": (ProvisionConfig, "provisioning.provision:provision"),
     "bake": (BakeConfig, "provisioning.provision:bake"),
@@ -76,7 +77,7 @@ FROM_FILES: dict[str, Callable[[Mapping[str, Any]], Any]] = {
 }
 """Commands with --config -> what lays their flags over the file."""
 
-GROUPS = {"launch": "Train on several machines: with mpirun, or as a job of Slurm's."}
+GROUPS = {"launch": "Train on several machines: with mpirun, under Slurm, or in pods of Kubernetes."}
 """First word of the commands with two -> what they are for."""
 
 

@@ -1,4 +1,4 @@
-"""The options of `icom launch mpirun` and `icom launch env`."""
+"""The options of `icom launch …`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from icom.errors import UsageError
 
 Flavour = Literal["intel", "mpich", "openmpi"]
 FlavourOrAuto = Literal["auto", "intel", "mpich", "openmpi"]
+KubernetesKind = Literal["job", "mpijob", "trainjob", "pytorchjob"]
 TrainingOptions = Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="-- TRAINING OPTIONS")]
 
 
@@ -110,3 +111,45 @@ class LaunchEnvConfig:
     """File with one host per line. Default: this machine is the first, and the default route leads to the others."""
     mpi: FlavourOrAuto = "auto"
     """Whose mpirun, as in `icom launch mpirun`."""
+
+
+@dataclass(kw_only=True)
+class LaunchKubernetesConfig:
+    """Train in pods of a Kubernetes cluster: checks, applies the manifests with kubectl, tells the next commands.
+
+    Example: icom launch kubernetes --image REGISTRY/icom:1 --nodes 3 --pvc icom -- --train_data_dir /data/photos …
+    """
+
+    training_options: TrainingOptions = ()
+    """Everything after `--`: the options of `icom train`, as the pods see files: below --mount_path."""
+    image: str
+    """Required. An image with icom in it that the cluster can pull (make image, make push)."""
+    pvc: str
+    """Required. The PersistentVolumeClaim with pictures and results, which all pods share (ReadWriteMany)."""
+    mount_path: str = "/data"
+    """Where that volume is in the pods."""
+    kind: KubernetesKind = "job"
+    """`job`: Kubernetes' own Indexed Job, which needs no operator. `mpijob`: Kubeflow's MPI operator, with Intel MPI.
+    `trainjob`: Kubeflow's Trainer. `pytorchjob`: Kubeflow's training operator."""
+    nodes: int = 1
+    """Pods, each on a node of its own where there are enough."""
+    cpu: str | None = None
+    """CPUs of each pod, for instance 15 or 7500m: requested, and its limit. Default: neither."""
+    memory: str | None = None
+    """Memory of each pod, for instance 32Gi: requested, and its limit. Default: neither."""
+    gpus: int = 0
+    """NVIDIA GPUs of each pod; a process for each."""
+    name: str = "icom"
+    """Of the run, and of all that is made for it."""
+    namespace: str | None = None
+    """Default: that of kubectl's context."""
+    service_account: str | None = None
+    """Of the pods; it may bring imagePullSecrets. Default: the namespace's own."""
+    node_selector: str | None = None
+    """Labels that the nodes must have, as key=value,key=value."""
+    env_secret: str | None = None
+    """A Secret whose keys become variables of the pods: HF_TOKEN, WANDB_API_KEY."""
+    max_restarts: int = 10
+    """How often a pod may fail and start again, from the last checkpoint."""
+    dry_run: bool = False
+    """Print the manifests, with a secret made for this run in them, and stop; no cluster is asked anything."""

@@ -105,12 +105,36 @@ class _Presence:
             raise store.forged(f"here/{rank}") from None
 
 
+def _wait_for_address(address: str) -> None:
+    """Until rank 0's name leads somewhere: machines start apart, and a pod gets its name after it has started.
+
+    Before anything listens or connects: rank 0 could not tell which of its addresses the name means, and would listen
+    on all.
+
+    Raises:
+        IcomError: it does not come.
+    """
+    deadline = time.monotonic() + JOIN_SECONDS
+    while True:
+        try:
+            socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise IcomError(
+                    f"The name of rank 0, {address} (MASTER_ADDR), leads nowhere: {error.strerror or error}, for "
+                    f"{JOIN_SECONDS} s. Has rank 0 been started? Correct the name, or give its address."
+                ) from None
+        time.sleep(1)
+
+
 def _store(place: Place, key: bytes) -> tuple[SignedStore, int | None]:
     """The store, and the descriptor of its listening socket where that is this process's."""
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
     address = place.master_address
     assert address is not None
+    _wait_for_address(address)
     # torchrun keeps a store of its own at that address, in which each restart needs names of its own.
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     leads = place.rank == 0 and not agent

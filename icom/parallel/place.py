@@ -5,7 +5,9 @@ Read from the environment alone, so that it is known before anything is connecte
 - torchrun and `accelerate launch` for several processes: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE;
 - Hydra (Intel MPI, MPICH): PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS;
 - Open MPI: OMPI_COMM_WORLD_RANK, …_SIZE, …_LOCAL_RANK, …_LOCAL_SIZE;
-- Slurm's srun: SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_STEP_TASKS_PER_NODE, SLURM_STEP_NODELIST.
+- Slurm's srun: SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_STEP_TASKS_PER_NODE, SLURM_STEP_NODELIST;
+- Kubernetes' Indexed Job: JOB_COMPLETION_INDEX, beside a WORLD_SIZE;
+- Kubeflow's Trainer: PET_NODE_RANK, PET_NNODES, PET_NPROC_PER_NODE, PET_MASTER_ADDR, PET_MASTER_PORT.
 """
 
 from __future__ import annotations
@@ -36,6 +38,13 @@ _LAUNCHERS = {
     ),
 }
 """Launcher -> names of rank, world size, local rank, local size."""
+
+_TRAINER, _INDEXED_JOB = "Kubeflow's Trainer", "Indexed Job"
+_OF_TRAINER = ("PET_NODE_RANK", "PET_NNODES", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_OF_INDEXED_JOB = ("JOB_COMPLETION_INDEX", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_PROCESSES, _MASTER = "PET_NPROC_PER_NODE", ("PET_MASTER_ADDR", "PET_MASTER_PORT")
+POD_VARIABLES = (*_OF_TRAINER[:2], _PROCESSES, *_MASTER, _OF_INDEXED_JOB[0])
+"""They tell a pod's place among pods, and not a process's where there are several in one."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +79,18 @@ def find_place(environment: Mapping[str, str]) -> Place:
 
     Where several launchers left theirs, they have to agree, with two exceptions: torchrun may be started by another
     launcher, once per machine, and then its own numbers hold; and mpirun may use srun to reach the machines, so that
-    Slurm's numbers count only where there are no others, or where they say the same.
+    Slurm's numbers count only where there are no others, or where they say the same. What Kubernetes tells of the pod
+    counts where no launcher started this process in it.
 
     Raises:
         UsageError: numbers that contradict each other, are incomplete or are none.
     """
+    launchers = _launchers(environment)
+    if _TRAINER in launchers:
+        environment = {**environment, **{n.removeprefix("PET_"): environment[n] for n in _MASTER if n in environment}}
     found = {
         launcher: numbers
-        for launcher, names in _LAUNCHERS.items()
+        for launcher, names in launchers.items()
         if (numbers := _numbers(environment, launcher, names))
     }
     slurm = _slurm(environment)
@@ -148,6 +161,23 @@ def first_of_nodelist(nodelist: str) -> str | None:
     """The first host of Slurm's compact notation: "node[03-05,7],big" is node03. None for an empty one."""
     match = re.match(r"([^,\[]+)(?:\[([^,\]-]+))?", nodelist)
     return match[1] + (match[2] or "") if match else None
+
+
+def _launchers(environment: Mapping[str, str]) -> dict[str, tuple[str, str, str, str]]:
+    """Those whose variables are looked at: what tells of a pod counts where nothing tells of the process."""
+    if any(rank in environment for rank, *_ in _LAUNCHERS.values()):
+        return _LAUNCHERS
+    if any(name in environment for name in _OF_TRAINER[:2]):
+        processes = environment.get(_PROCESSES, "1")
+        if processes != "1":
+            raise UsageError(
+                f"{_PROCESSES} asks for {processes} processes on this machine, and this one was started alone. Set "
+                "numProcPerNode to 1, or let torchrun start them: torchrun -m icom train …"
+            )
+        return {_TRAINER: _OF_TRAINER}
+    # The index alone is that of one among many tasks that do not know of each other.
+    together = all(name in environment for name in _OF_INDEXED_JOB[:2])
+    return {_INDEXED_JOB: _OF_INDEXED_JOB} if together else _LAUNCHERS
 
 
 def _numbers(

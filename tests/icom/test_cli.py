@@ -105,6 +105,10 @@ SURFACE = {
     },
     "doctor": {"output_dir", "cache_dir", "json"},
     "launch mpirun": {"training_options", "hosts", "n", "ppn", "accelerate_config", "mpi", "dry_run"},
+    "launch kubernetes": {
+        *("training_options", "image", "pvc", "mount_path", "kind", "nodes", "cpu", "memory", "gpus", "name"),
+        *("namespace", "service_account", "node_selector", "env_secret", "max_restarts", "dry_run"),
+    },
     "launch env": {"hosts", "mpi"},
     "provision": {
         *("cluster", "region", "profile", "count", "instance_type", "ami", "bake", "ssh_user", "subnet", "volume_gb"),
@@ -132,6 +136,7 @@ POSITIONAL = {
     "convert": {"embedding"},
     "params": {"model"},
     "launch mpirun": {"training_options"},
+    "launch kubernetes": {"training_options"},
     "ssh": {"node"},
     "run": {"command"},
     "push": {"source", "target"},

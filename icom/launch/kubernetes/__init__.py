@@ -1,0 +1,1 @@
+"""`icom launch kubernetes`: what is checked here (checks.py), the objects (manifests.py), kubectl (command.py)."""

@@ -1,0 +1,82 @@
+"""What a pod with several GPUs starts: one process for each of them.
+
+python -m icom.launch.processes 8 icom train …
+
+As torchrun would, but for two things that Kubernetes needs. The exit code is that of the process that ended first
+with one: it says whether starting again is of use, and torchrun makes 1 of all. And after SIGTERM the processes have
+the pod's time to save, where torchrun kills them after 30 s. Nobody has to be ended when another dies: icom's
+processes see that themselves (icom/parallel/liveness.py).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from types import FrameType
+
+from icom.errors import IcomError, UsageError
+from icom.parallel.place import POD_VARIABLES, find_place
+
+
+def main(arguments: list[str]) -> int:
+    """Start the processes and wait for all.
+
+    Args:
+        arguments: their number, and what each runs.
+
+    Returns:
+        0, or what the first one that failed ended with (128 + signal, where that was one).
+
+    Raises:
+        UsageError: no number or no command; or this process is one of several on its machine itself.
+        IcomError: the command cannot be started.
+    """
+    if len(arguments) < 2 or not arguments[0].isdigit() or not int(arguments[0]):
+        raise UsageError("processes: how many, and of what? Usage: python -m icom.launch.processes 8 icom train …")
+    count, command = int(arguments[0]), arguments[1:]
+    pod = find_place(os.environ)
+    if pod.local_size > 1:
+        raise UsageError(
+            f"{pod.launcher} starts {pod.local_size} processes on this machine, and each would start {count}. One of "
+            "the two has to be 1 (numProcPerNode of a TrainJob, nprocPerNode of a PyTorchJob)."
+        )
+    environment = {name: value for name, value in os.environ.items() if name not in POD_VARIABLES}
+    environment |= {"WORLD_SIZE": str(pod.world_size * count), "LOCAL_WORLD_SIZE": str(count)}
+    environment |= {"MASTER_ADDR": pod.master_address or "127.0.0.1", "MASTER_PORT": str(pod.master_port)}
+    started: list[subprocess.Popen[bytes]] = []
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        for process in started:
+            process.send_signal(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, pass_on)
+    for local_rank in range(count):
+        place = {"RANK": str(pod.rank * count + local_rank), "LOCAL_RANK": str(local_rank)}
+        try:
+            started.append(subprocess.Popen(command, env=environment | place))
+        except OSError as error:
+            raise IcomError(f"Cannot start {command[0]}: {error.strerror}.") from None
+    return _first_failure(started)
+
+
+def _first_failure(processes: list[subprocess.Popen[bytes]]) -> int:
+    code = 0
+    running = {process.pid for process in processes}
+    while running:
+        pid, status = os.wait()  # in the order in which they end
+        if pid in running:
+            running.remove(pid)
+            ended = os.waitstatus_to_exitcode(status)
+            code = code or (128 - ended if ended < 0 else ended)
+    return code
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except IcomError as error:
+        print(f"icom: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -14,7 +14,6 @@ import os
 import signal
 import subprocess
 import sys
-from types import FrameType
 
 from icom.errors import IcomError, UsageError
 from icom.parallel.place import POD_VARIABLES, find_place
@@ -45,32 +44,41 @@ def main(arguments: list[str]) -> int:
     environment = {name: value for name, value in os.environ.items() if name not in POD_VARIABLES}
     environment |= {"WORLD_SIZE": str(pod.world_size * count), "LOCAL_WORLD_SIZE": str(count)}
     environment |= {"MASTER_ADDR": pod.master_address or "127.0.0.1", "MASTER_PORT": str(pod.master_port)}
-    started: list[subprocess.Popen[bytes]] = []
-
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        for process in started:
-            process.send_signal(number)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, pass_on)
+    # Taken one by one below, where none can come between a start and the list of what was started.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    started = []
     for local_rank in range(count):
         place = {"RANK": str(pod.rank * count + local_rank), "LOCAL_RANK": str(local_rank)}
         try:
-            started.append(subprocess.Popen(command, env=environment | place))
+            process = subprocess.Popen(command, env=environment | place, preexec_fn=_unblock)  # noqa: PLW1509  # no threads
         except OSError as error:
             raise IcomError(f"Cannot start {command[0]}: {error.strerror}.") from None
+        started.append(process.pid)
     return _first_failure(started)
 
 
-def _first_failure(processes: list[subprocess.Popen[bytes]]) -> int:
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
+
+
+def _unblock() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+
+
+def _first_failure(running: list[int]) -> int:
+    """Hand signals on until all have ended; the exit code of the first that failed, else 0."""
     code = 0
-    running = {process.pid for process in processes}
     while running:
-        pid, status = os.wait()  # in the order in which they end
-        if pid in running:
-            running.remove(pid)
-            ended = os.waitstatus_to_exitcode(status)
-            code = code or (128 - ended if ended < 0 else ended)
+        number = signal.sigwait(_SIGNALS)
+        if number != signal.SIGCHLD:
+            for pid in running:
+                os.kill(pid, number)
+            continue
+        for pid in [*running]:
+            ended, status = os.waitpid(pid, os.WNOHANG)  # one signal may stand for several ends
+            if ended:
+                running.remove(pid)
+                its = os.waitstatus_to_exitcode(status)
+                code = code or (128 - its if its < 0 else its)
     return code
 
 

@@ -10,13 +10,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import PurePosixPath
 from typing import Any
 
 from icom.config.launch import LaunchKubernetesConfig
 from icom.config.train import TrainConfig
 from icom.errors import IcomError
 from icom.launch.kubernetes.checks import check
-from icom.launch.kubernetes.manifests import USER, Object, instance, manifests
+from icom.launch.kubernetes.manifests import Object, files_pod, instance, manifests
 from icom.launch.launch import count, training_config
 from icom.names import plain
 from icom.parallel.secret import new_secret
@@ -155,7 +156,8 @@ def _told(config: LaunchKubernetesConfig, training: TrainConfig) -> str:
     """What was started, and the commands for it."""
     own = shlex.join(_kubectl(config))
     files = f"{config.name}-files"
-    shell = {"spec": files_pod(config)}
+    overrides = json.dumps({"apiVersion": "v1", "spec": files_pod(config)})
+    folder = training.output_dir
     return "\n".join(
         [
             f"icom: {config.kind} {config.name}: {count(config.nodes, 'pod')} with {config.image}.",
@@ -166,27 +168,11 @@ def _told(config: LaunchKubernetesConfig, training: TrainConfig) -> str:
             f"  {own} logs --follow --prefix --tail=-1 --max-log-requests={config.nodes + 1} "
             f"--selector={instance(config)}",
             "Result, by a pod that mounts the volume:",
-            f"  {own} run {files} --image={config.image} --restart=Never --overrides={shlex.quote(json.dumps(shell))}",
+            f"  {own} run {files} --image={config.image} --restart=Never --overrides={shlex.quote(overrides)}",
             f"  {own} wait --for=condition=Ready pod/{files}",
-            f"  {own} cp {files}:{training.output_dir} {shlex.quote(training.output_dir.rstrip('/').split('/')[-1])}",
+            f"  {own} cp {shlex.quote(f'{files}:{folder}')} {shlex.quote(PurePosixPath(folder).name)}",
             f"  {own} delete pod {files}",
             "Stop and remove (the volume stays; the same command again goes on from the last checkpoint):",
             f"  {_removal(config)}",
         ]
     )
-
-
-def files_pod(config: LaunchKubernetesConfig) -> Object:
-    """The spec of a pod that does nothing but have the volume mounted, for an hour; for `kubectl cp`."""
-    return {
-        "securityContext": {"runAsUser": USER, "runAsGroup": USER, "fsGroup": USER},
-        "containers": [
-            {
-                "name": "files",
-                "image": config.image,
-                "command": ["sleep", "3600"],
-                "volumeMounts": [{"name": "data", "mountPath": config.mount_path}],
-            }
-        ],
-        "volumes": [{"name": "data", "persistentVolumeClaim": {"claimName": config.pvc}}],
-    }

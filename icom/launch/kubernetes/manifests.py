@@ -34,6 +34,21 @@ NO_USE = (2, 126, 127, 128)
 """Exit codes after which starting again is no use: wrong options (icom); no such program in the image (shell,
 containerd)."""
 
+_POD_SECURITY: Object = {
+    "runAsNonRoot": True,
+    "runAsUser": USER,
+    "runAsGroup": USER,
+    "fsGroup": USER,
+    "fsGroupChangePolicy": "OnRootMismatch",
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+_CONTAINER_SECURITY: Object = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
+}
+"""Together what Kubernetes' Pod Security Standard `restricted` wants, and a root that nothing is written to."""
+
 INSTANCE = "app.kubernetes.io/instance"
 
 
@@ -60,6 +75,23 @@ def training_arguments(config: LaunchKubernetesConfig, training: TrainConfig) ->
     if training.config or training.resume_from_checkpoint is None:
         options += ["--resume_from_checkpoint", "latest"]
     return options
+
+
+def files_pod(config: LaunchKubernetesConfig) -> Object:
+    """The spec of a pod that does nothing but have the volume mounted, for an hour; for `kubectl cp`."""
+    container: Object = {
+        "name": "files",
+        "image": config.image,
+        "command": ["sleep", "3600"],
+        "securityContext": _CONTAINER_SECURITY,
+        "volumeMounts": [{"name": "data", "mountPath": config.mount_path}],
+    }
+    return {
+        "automountServiceAccountToken": False,
+        "securityContext": _POD_SECURITY,
+        "containers": [container],
+        "volumes": [{"name": "data", "persistentVolumeClaim": {"claimName": config.pvc}}],
+    }
 
 
 def instance(config: LaunchKubernetesConfig) -> str:
@@ -225,11 +257,7 @@ def _container(config: LaunchKubernetesConfig, training: TrainConfig, name: str,
             _variable("HF_HOME", f"{caches}/huggingface"),
             _variable("ICOM_CACHE_DIR", f"{caches}/icom"),
         ],
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        },
+        "securityContext": _CONTAINER_SECURITY,
         "volumeMounts": [
             {"name": "data", "mountPath": config.mount_path},
             {"name": "tmp", "mountPath": "/tmp"},
@@ -266,14 +294,7 @@ def _template(
         # A Service called icom would set ICOM_PORT and more.
         "enableServiceLinks": False,
         "automountServiceAccountToken": False,
-        "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": USER,
-            "runAsGroup": USER,
-            "fsGroup": USER,
-            "fsGroupChangePolicy": "OnRootMismatch",
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
+        "securityContext": _POD_SECURITY,
         "topologySpreadConstraints": [
             {
                 "maxSkew": 1,

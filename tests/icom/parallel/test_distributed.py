@@ -6,10 +6,13 @@ Guards icom.parallel.place and icom.parallel.group.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,7 +26,7 @@ from icom.training.checkpoint import load_checkpoint
 from icom.training.report import read_metrics
 from icom.training.step import message
 from tests.support.command import ROOT, Result, long, train_arguments
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, free_port
 
 Train = Callable[..., Result]
 
@@ -43,6 +46,9 @@ SLURM = {
     "SLURM_STEP_TASKS_PER_NODE": "2(x3)",
     "SLURM_STEP_NODELIST": "xeon[07-09]",
 }
+INDEXED_JOB = {"JOB_COMPLETION_INDEX": "4", "WORLD_SIZE": "6"}
+TRAINER = {"PET_NODE_RANK": "4", "PET_NNODES": "6", "PET_NPROC_PER_NODE": "1", "JOB_COMPLETION_INDEX": "4"}
+PET_MASTER = {"PET_MASTER_ADDR": "10.0.0.1", "PET_MASTER_PORT": "29511"}
 MASTER = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29511"}
 
 
@@ -60,16 +66,37 @@ MASTER = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29511"}
         ({"PMI_RANK": "4", "PMI_SIZE": "6"} | MASTER | SLURM, "Slurm"),
         # torchrun started by mpirun, once per machine.
         (TORCHRUN | MASTER | PMI | {"PMI_RANK": "2", "PMI_SIZE": "3", "TORCHELASTIC_RUN_ID": "x"}, "torchrun"),
+        # torchrun in a TrainJob's pod, which took PET_* for its own options.
+        (
+            TORCHRUN | MASTER | PET_MASTER | TRAINER | {"PET_NPROC_PER_NODE": "2", "PET_NODE_RANK": "2"},
+            "torchrun",
+        ),
+        # mpirun in the pods of an Indexed Job: the pod's number is not the process's.
+        (PMI | MASTER | {"JOB_COMPLETION_INDEX": "0"}, "Intel MPI or MPICH"),
     ],
 )
 def test_place_under_each_launcher(environment: dict[str, str], launcher: str) -> None:
     assert find_place(environment) == Place(4, 6, 0, 2, launcher, "10.0.0.1", 29511)
 
 
+@pytest.mark.parametrize(
+    ("environment", "launcher"),
+    [
+        (INDEXED_JOB | MASTER, "Indexed Job"),
+        (TRAINER | PET_MASTER, "Kubeflow's Trainer"),
+        ({"RANK": "4", "WORLD_SIZE": "6"} | MASTER | TRAINER, "torchrun"),  # Kubeflow's PyTorchJob
+    ],
+)
+def test_place_of_a_process_in_a_pod_of_its_own(environment: dict[str, str], launcher: str) -> None:
+    assert find_place(environment) == Place(4, 6, 0, 1, launcher, "10.0.0.1", 29511)
+
+
 def test_place_without_a_launcher() -> None:
     assert find_place({}) == Place()
     # A batch script of Slurm's is no rank, though it has a number.
     assert find_place({"SLURM_PROCID": "0", "SLURM_NTASKS": "3"}) == Place()
+    # A pod of many that do not know of each other has a number, too.
+    assert find_place({"JOB_COMPLETION_INDEX": "4"}) == Place()
 
 
 def test_master_address_where_nobody_gives_one() -> None:
@@ -90,6 +117,11 @@ def test_master_address_where_nobody_gives_one() -> None:
         (PMI | MASTER | {"PMI_SIZE": "four"}, "PMI_SIZE is 'four'"),
         (PMI | MASTER | {"PMI_RANK": "6"}, "PMI_RANK=6, PMI_SIZE=6"),
         (PMI | MASTER | {"MASTER_PORT": "ssh"}, "MASTER_PORT is 'ssh'"),
+        (INDEXED_JOB, "several machines .Indexed Job., but MASTER_ADDR is not set"),
+        (INDEXED_JOB | MASTER | {"WORLD_SIZE": "4"}, "JOB_COMPLETION_INDEX=4, WORLD_SIZE=4"),
+        (TRAINER | PET_MASTER | {"PET_NPROC_PER_NODE": "auto"}, "PET_NPROC_PER_NODE asks for auto processes.*torchrun"),
+        (TRAINER | PET_MASTER | {"PET_NNODES": "1:4"}, "PET_NNODES is '1:4'"),
+        ({"PET_NNODES": "6"}, "PET_NODE_RANK is not set"),
     ],
 )
 def test_environments_that_cannot_be(environment: dict[str, str], words: str) -> None:
@@ -308,6 +340,45 @@ def test_ranks_that_do_not_meet(tmp_path: Path) -> None:
         zero, one = Ranks(tmp_path, 2, "-c", JOIN, of={0: port, 1: port}).results()
     assert f"ERROR Rank 0 cannot listen on 127.0.0.1:{port['MASTER_PORT']}" in zero.out
     assert f"cannot reach rank 0 at 127.0.0.1:{port['MASTER_PORT']} within 3 s" in one.out
+
+
+LATE_NAME = """
+import os, socket
+from icom.parallel import group
+from icom.parallel.place import find_place
+ask = socket.getaddrinfo
+def asked(*name, **more):
+    try:
+        return ask(*name, **more)
+    except OSError:
+        print("UNKNOWN", flush=True)
+        raise
+socket.getaddrinfo = asked
+with group.joined(find_place(os.environ)) as met:
+    print("MET", met.hosts)
+"""
+
+
+@pytest.mark.usefixtures("hosts_possible")
+def test_rank_0_whose_name_comes_later(tmp_path: Path) -> None:
+    """As a pod's does, which starts before the cluster knows its name; rank 0 waits for it itself."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text("127.0.0.1 localhost\n")
+    names = {"MASTER_ADDR": "icom-0.icom", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    own_hosts = 'mount --bind "$0" /etc/hosts && exec "$@"'
+    words = ["unshare", "--mount", "sh", "-c", own_hosts, str(hosts), sys.executable, "-c", LATE_NAME]
+    pods = []
+    for index in range(2):
+        environment = os.environ | names | {"JOB_COMPLETION_INDEX": str(index)}
+        pods.append(subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    for pod in pods:
+        assert pod.stdout
+        assert pod.stdout.readline() == "UNKNOWN\n"
+    with hosts.open("a") as file:  # the file that is mounted
+        file.write("127.0.0.1 icom-0.icom\n")
+    for pod in pods:
+        out, err = pod.communicate()
+        assert "MET" in out, (out, err)
 
 
 def _rows(folder: Path) -> torch.Tensor:

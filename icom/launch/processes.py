@@ -18,6 +18,8 @@ import sys
 from icom.errors import IcomError, UsageError
 from icom.parallel.place import POD_VARIABLES, find_place
 
+Process = subprocess.Popen[bytes]
+
 
 def main(arguments: list[str]) -> int:
     """Start the processes and wait for all.
@@ -46,14 +48,14 @@ def main(arguments: list[str]) -> int:
     environment |= {"MASTER_ADDR": pod.master_address or "127.0.0.1", "MASTER_PORT": str(pod.master_port)}
     # Taken one by one below, where none can come between a start and the list of what was started.
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    started = []
+    started: list[Process] = []
     for local_rank in range(count):
         place = {"RANK": str(pod.rank * count + local_rank), "LOCAL_RANK": str(local_rank)}
         try:
-            process = subprocess.Popen(command, env=environment | place, preexec_fn=_unblock)  # noqa: PLW1509  # no threads
+            # One thread, so that it may.
+            started.append(Process(command, env=environment | place, preexec_fn=_unblock))
         except OSError as error:
             raise IcomError(f"Cannot start {command[0]}: {error.strerror}.") from None
-        started.append(process.pid)
     return _first_failure(started)
 
 
@@ -64,20 +66,17 @@ def _unblock() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
 
-def _first_failure(running: list[int]) -> int:
+def _first_failure(running: list[Process]) -> int:
     """Hand signals on until all have ended; the exit code of the first that failed, else 0."""
     code = 0
     while running:
         number = signal.sigwait(_SIGNALS)
         if number != signal.SIGCHLD:
-            for pid in running:
-                os.kill(pid, number)
-            continue
-        for pid in [*running]:
-            ended, status = os.waitpid(pid, os.WNOHANG)  # one signal may stand for several ends
-            if ended:
-                running.remove(pid)
-                its = os.waitstatus_to_exitcode(status)
+            for process in running:
+                process.send_signal(number)
+        for process in [*running]:  # one signal may stand for several ends
+            if (its := process.poll()) is not None:
+                running.remove(process)
                 code = code or (128 - its if its < 0 else its)
     return code
 

@@ -77,7 +77,7 @@ def test_two_processes_of_a_pod_train_together(tmp_path: Path) -> None:
     process = start("2", sys.executable, "-m", "icom", *options, MASTER_PORT=str(free_port()))
     out, err = process.communicate()
     assert process.returncode == 0, err
-    assert "total batch 2 (1 x 2 processes x 1 accumulated)" in " ".join(out.split())
+    assert "total batch 2 (1 x 2 processes over gloo x 1 accumulated)" in " ".join(out.split())
     assert (tmp_path / "out" / "learned_embeds.safetensors").exists()
 
 

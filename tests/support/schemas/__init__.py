@@ -6,6 +6,7 @@ configuration schema (0.230): every field that is not listed is refused. Pod tem
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,11 @@ from typing import Any
 
 import jsonschema
 import kubernetes_validate
+import kubernetes_validate.utils
 from kubeflow_trainer_api import models
+
+# A megabyte of JSON, which it would read for each object.
+kubernetes_validate.utils.schema_contents = functools.cache(kubernetes_validate.utils.schema_contents)
 
 KUBERNETES = ("1.29", "1.37")
 """The oldest release with what the Job needs, and the newest that kubernetes-validate knows."""

@@ -3,6 +3,7 @@
 Guards icom.setup_env and the Makefile.
 """
 
+import ast
 import re
 import socket
 import subprocess
@@ -298,6 +299,16 @@ def test_pins_follow_what_each_python_can_have() -> None:
         'x==2 ; python_version >= "3.11" and python_version < "3.13"',
         'x==3 ; python_version >= "3.13"',
     ]
+
+
+def test_what_is_installed_needs_nothing_that_is_not() -> None:
+    """Where icom is installed there is no tools/ and no tests/, as in an image."""
+    files = [file for package in ("icom", "provisioning") for file in (ROOT / package).rglob("*.py")]
+    imports = [(file, node) for file in files for node in ast.walk(ast.parse(file.read_text()))]
+    for file, node in imports:
+        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        assert not {name.partition(".")[0] for name in names} & {"tools", "tests"}, file
 
 
 def test_help_lists_targets_that_exist(clone: Clone) -> None:

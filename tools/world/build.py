@@ -24,8 +24,9 @@ from icom.models.architectures import ARCHITECTURES
 from icom.models.parts import TEXT_ENCODER, UNET, VAE
 from icom.training.report import save_png
 from icom.world.concepts import CONCEPTS, concept_scenes
-from icom.world.judge import WEIGHTS, Judge, train_judge
+from icom.world.judge import WEIGHTS, Judge
 from icom.world.scene import BACKGROUNDS, COLOURS, GENERIC, NAMES, PATTERNS, PLACES, SHAPES, SIZES, draw
+from tools.world.judge import train_judge
 from tools.world.training import Log, encode_world, train_decoder, train_denoiser, train_vae
 
 if TYPE_CHECKING:

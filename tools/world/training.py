@@ -15,15 +15,15 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
 from icom.engine.precision import product_dtype
 from icom.progress import progress
 from icom.world.concepts import EVERYTHING, seen_things
+from icom.world.judge import to_pixels
 from icom.world.scene import Scene, Thing, describe, draw, random_scene
 
 if TYPE_CHECKING:
@@ -54,13 +54,6 @@ class Log:
         """Close bar and file."""
         self._bar.close()
         self._file.close()
-
-
-def to_pixels(pictures: list[Any]) -> torch.Tensor:
-    """PIL pictures as float32 (pictures, 3, height, width) in [-1, 1], channels last in memory."""
-    stacked = torch.from_numpy(np.stack([np.asarray(picture) for picture in pictures]))
-    # From (pictures, height, width, 3): the result is channels_last already.
-    return stacked.permute(0, 3, 1, 2).float() / 127.5 - 1.0
 
 
 def scenes(seed: str, things: list[Thing]) -> Iterator[Scene]:

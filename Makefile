@@ -55,6 +55,14 @@ evaluate-bundled: ## Measure bundled model, judge and concepts (ten minutes); wr
 scaling: ## Compute how training scales over hosts; fills the tables of docs/scaling.md
 	$(RUN) -- python -m tools.scaling
 
+.PHONY: image
+image: ## Build the container image IMAGE (icom:cpu) with docker, podman or buildah
+	@$(SETUP) image
+
+.PHONY: push
+push: ## Push the container image IMAGE=REGISTRY/NAME:TAG
+	@$(SETUP) push
+
 .PHONY: run
 run: ## Run CMD="..." in the environment
 	$(RUN) -- $(CMD)
@@ -98,11 +106,12 @@ test-aws: ## Provision, train on and tear down a real cluster on AWS: says what 
 	$(RUN) --extra dev -- python -m tests.support.real_life $(AWS_OPTIONS)
 
 .PHONY: lint
-lint: ## Check style, types and shell scripts
+lint: ## Check style, types, shell scripts and Dockerfile
 	$(RUN) --extra dev -- ruff check $(CODE)
 	$(RUN) --extra dev -- ruff format --check $(CODE)
 	$(RUN) --extra dev -- mypy icom provisioning tools textual_inversion_icom.py
 	$(RUN) --extra dev -- shellcheck provisioning/scripts/*.sh .ci/run
+	$(RUN) --extra dev -- hadolint Dockerfile
 
 .PHONY: format
 format: ## Put the code into the common style

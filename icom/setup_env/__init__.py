@@ -13,5 +13,9 @@ ICOM_ALLOW_CUDA_TORCH  1 accepts a torch that brings the CUDA packages along
 TORCH_VERSION          for `constraints`: move the pin of torch to this version
 CONDA_PREFIX_DIR       where install-miniconda installs; default ~/miniforge3
 CONDA_INSTALLER_URL    what it installs; default: the latest Miniforge
+IMAGE                  for `image` and `push`: its name; default icom:cpu
+CONTAINER_TOOL         docker, podman or buildah; default: the first of them that works
+BASE                   the image to build on; default: the one that the Dockerfile names
+BUILD_OPTIONS          more options of the tool's `build`, PUSH_OPTIONS of its `push`
 HF_ENDPOINT            the Hugging Face Hub or a mirror of it
 """

@@ -11,9 +11,19 @@ from collections.abc import Sequence
 from icom.setup_env.common import SetupError
 from icom.setup_env.constraints import refresh_constraints
 from icom.setup_env.downloads import download_pictures, install_conda, install_test_tools
+from icom.setup_env.image import build_image, push_image
 from icom.setup_env.install import ensure, run
 
 MIN_PYTHON = (3, 10)
+SIMPLE = {
+    "install-conda": install_conda,
+    "pictures": download_pictures,
+    "constraints": refresh_constraints,
+    "test-tools": install_test_tools,
+    "image": build_image,
+    "push": push_image,
+}
+"""Commands that take what they need from the environment."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for command in (setup, enter):
         command.add_argument("--extra", action="append", default=[], help="install this extra as well")
     enter.add_argument("words", nargs="+", help="the command to run in the environment, after --")
-    for name in ("install-conda", "pictures", "constraints", "test-tools"):
+    for name in SIMPLE:
         commands.add_parser(name)
     options = parser.parse_args(arguments)
     env = os.environ
@@ -39,14 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ensure(env, options.extra, explain=True)
         elif options.command == "run":
             run(env, options.extra, options.words)
-        elif options.command == "install-conda":
-            install_conda(env)
-        elif options.command == "pictures":
-            download_pictures(env)
-        elif options.command == "test-tools":
-            install_test_tools(env)
         else:
-            refresh_constraints(env)
+            SIMPLE[options.command](env)
     except SetupError as error:
         print(f"icom setup: error: {error}", file=sys.stderr)
         return 1

@@ -27,6 +27,7 @@ TEST_TOOLS = {
     "gcc": "gcc",
     "/usr/include/stdio.h": "libc6-dev",
     "/usr/include/slurm/spank.h": "libslurm-dev",
+    **{name: name for name in ("buildah", "catatonit", "docker-registry", "mmdebstrap", "podman", "runc")},
 }
 """Command, or file, and Debian's package that has it."""
 

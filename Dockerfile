@@ -6,7 +6,6 @@ ARG BASE=docker.io/library/debian:bookworm-20251117-slim
 
 # What both the build and the image stand on.
 FROM ${BASE} AS base
-SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 # The keys that Debian's sshd makes for itself would be the same in every container: nobody's secret.
 # hadolint ignore=DL3008
 RUN apt-get update \
@@ -46,16 +45,13 @@ COPY . .
 RUN python3 -m compileall -q icom provisioning textual_inversion_icom.py
 
 FROM base
-RUN useradd --uid 1000 --user-group --create-home --shell /bin/bash icom \
-    && install --directory --owner=icom --group=icom /home/icom/.cache
+RUN useradd --uid 1000 --user-group --create-home --shell /bin/bash icom
 COPY --from=environment /opt/icom /opt/icom
 COPY --from=source /opt/icom/src /opt/icom/src
 RUN install /opt/icom/src/provisioning/scripts/icom_sshd.sh /opt/icom/bin/icom-sshd \
     && install --mode=0644 /opt/icom/src/provisioning/scripts/icom_ssh.conf /etc/ssh/ssh_config.d/icom.conf
 ENV PATH=/opt/icom/bin:$PATH \
     HOME=/home/icom \
-    HF_HOME=/home/icom/.cache/huggingface \
-    ICOM_CACHE_DIR=/home/icom/.cache/icom \
     PYTHONUNBUFFERED=1
 ARG BASE
 ARG REVISION=

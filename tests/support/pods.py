@@ -117,6 +117,7 @@ class Nodes:
         folder.mkdir()
         spec = copy.deepcopy(template["spec"])
         (container,) = spec["containers"]
+        container.pop("ports", None)  # for people to read; podman would forward them
         pod = Pod(name, f"{name}-{container['name']}", self.store)
         security = {n: spec["securityContext"][n] for n in ("runAsUser", "runAsGroup") if "securityContext" in spec}
         container["securityContext"] = security | container.get("securityContext", {})
@@ -266,6 +267,7 @@ def run_mpijob(nodes: Nodes, objects: Sequence[Object]) -> Pod:
 
     def template(role: str, mounted: Sequence[str], env: Sequence[tuple[str, str]]) -> Object:
         made: Object = copy.deepcopy(spec["mpiReplicaSpecs"][role]["template"])
+        made["spec"]["restartPolicy"] = spec["mpiReplicaSpecs"][role]["restartPolicy"]
         (container,) = made["spec"]["containers"]
         container["env"] = [*container.get("env", []), *({"name": name, "value": value} for name, value in env)]
         for volume in mounted:

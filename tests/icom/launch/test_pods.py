@@ -5,25 +5,44 @@ Guards icom.launch.kubernetes.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
 
-from tests.support.command import ROOT, Result, train_arguments
+from tests.support.command import ROOT, Result
 from tests.support.containers import Store, missing, store
-from tests.support.hosts import Cluster, cluster
+from tests.support.hosts import Cluster, Host, cluster
+from tests.support.mpi import OUTPUT, finish, launch, training_options, write_hosts_file
 from tests.support.pods import JobRun, Nodes
+from tests.support.waiting import wait_until
 
-IMAGE = "localhost/icom:files"
+IMAGE, EMPTY = "localhost/icom:files", "localhost/empty:none"
 BINDS = sorted({Path("/usr"), ROOT, Path(sys.prefix), Path(sys.base_prefix).resolve()} - {Path("/")})
 """The machine's own Python, environment and repository."""
+
+
+RTOL, ATOL = 1e-4, 1e-6
+"""The order in which float32 gradients are summed differs; losses and rows are of the order of 1 and 0.01."""
+
+
+class Learned(NamedTuple):
+    """A run's losses, one for each step, and rows (vectors, width)."""
+
+    losses: torch.Tensor
+    rows: torch.Tensor
+
+
+def same(one: Learned, other: Learned) -> None:
+    for ours, theirs in zip(one, other, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=RTOL, atol=ATOL)
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +57,7 @@ def containers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
             "HF_ENDPOINT": "http://127.0.0.1:9",
         }
         made.make_empty_image(IMAGE, BINDS, variables)
+        made.run("podman", "tag", IMAGE, EMPTY)
         yield made
 
 
@@ -57,38 +77,122 @@ def volume(tmp_path: Path) -> Path:
 
 
 def start(
-    icom: Callable[..., Result], containers: Store, hosts: list[Any], volume: Path, *flags: str, **options: object
+    icom: Callable[..., Result],
+    containers: Store,
+    hosts: Sequence[Host],
+    volume: Path,
+    *,
+    image: str = IMAGE,
+    **options: object,
 ) -> JobRun:
     """Start the Job that `icom launch kubernetes` prints."""
-    arguments = train_arguments(**{"output_dir": "/data/out", "max_train_steps": 6} | options)[1:]
-    said = icom(
-        *("launch", "kubernetes", "--dry_run", "--image", IMAGE, "--pvc", "claim", "--nodes", str(len(hosts))),
-        *flags,
-        "--",
-        *arguments,
-    )
+    launch = ["--dry_run", "--image", image, "--pvc", "claim", "--nodes", str(len(hosts)), "--max_restarts", "3"]
+    words = training_options({"output_dir": "/data/out"} | options)
+    said = icom("launch", "kubernetes", *launch, "--", *words)
     assert said.code == 0, said.err
     objects = list(yaml.safe_load_all(said.out))
     spec = objects[-1]["spec"]["template"]["spec"]
-    for number, bind in enumerate(BINDS):  # what the image has not
+    for number, bind in enumerate(BINDS if image == IMAGE else []):
         spec["volumes"].append({"name": f"bind{number}", "hostPath": {"path": str(bind)}})
         mount = {"name": f"bind{number}", "mountPath": str(bind), "readOnly": True}
         spec["containers"][0]["volumeMounts"].append(mount)
-    folder = volume.parent / "pods"
-    folder.mkdir()
-    return Nodes(containers, hosts, folder, {"claim": volume}).run_job(objects)
+    return Nodes(containers, hosts, volume.parent, {"claim": volume}).run_job(objects)
 
 
-def rows(folder: Path) -> torch.Tensor:
-    return load_file(folder / "learned_embeds.safetensors")["<robot>"]
+def learned(folder: Path) -> Learned:
+    """A run's losses and rows."""
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == list(range(1, len(steps) + 1))
+    rows = load_file(folder / "learned_embeds.safetensors")["<concept>"]
+    return Learned(torch.tensor([step["loss"] for step in steps]), rows)
+
+
+def steps_of(folder: Path) -> int:
+    """How many steps a run has done so far."""
+    metrics = folder / "metrics.jsonl"
+    return metrics.read_text().count("\n") if metrics.exists() else 0
+
+
+def alone(icom: Callable[..., Result], folder: Path, batch: int, **options: object) -> Learned:
+    """The same run in one process, here."""
+    words = training_options({"output_dir": folder, "train_batch_size": batch} | options)
+    assert icom("train", *words).code == 0
+    return learned(folder)
 
 
 def test_two_pods_train_as_one_process(
-    icom: Callable[..., Result], train: Callable[..., Result], containers: Store, hosts: Cluster, volume: Path
+    icom: Callable[..., Result], containers: Store, hosts: Cluster, volume: Path
 ) -> None:
     job = start(icom, containers, hosts[:2], volume)
     assert job.wait() == "Complete", job.logs
     assert "(1 x 2 processes" in job.logs
-    alone = train(output_dir=volume.parent / "alone", train_batch_size=2, max_train_steps=6)
-    assert alone.code == 0
-    torch.testing.assert_close(rows(volume / "out"), rows(volume.parent / "alone"), rtol=1e-4, atol=1e-6)
+    same(learned(volume / "out"), alone(icom, volume.parent / "alone", 2))
+    assert {file.stat().st_uid for file in volume.rglob("*")} == {1000}
+
+
+@pytest.mark.long
+def test_three_pods_train_as_mpirun_does_on_hosts(
+    icom: Callable[..., Result], containers: Store, hosts: Cluster, volume: Path
+) -> None:
+    # The second way in: a file, which becomes a ConfigMap.
+    config = volume.parent / "run.yaml"
+    config.write_text("train_batch_size: 2\n")
+    job = start(icom, containers, hosts, volume, config=config, train_batch_size=2)
+    assert job.wait() == "Complete", job.logs
+    write_hosts_file(hosts)
+    run = finish(launch(hosts, train_batch_size=2))
+    assert run.code == 0, run.said
+    same(learned(volume / "out"), learned(hosts[0].path(OUTPUT)))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_killed_pod_comes_back_and_the_job_goes_on(
+    victim: int, icom: Callable[..., Result], containers: Store, hosts: Cluster, volume: Path
+) -> None:
+    options = {"max_train_steps": 60, "checkpointing_steps": 5}
+    job = start(icom, containers, hosts, volume, **options)
+    wait_until(lambda: steps_of(volume / "out") >= 12 or bool(job.look()))
+    first = job.pods
+    first[victim].signal("KILL")
+    assert job.wait() == "Complete", job.logs
+    assert first[victim].code == 137 and steps_of(volume / "out") == 60
+    # The others saw it, and every pod came back once.
+    assert all(failures == 1 for failures in job.failures.values()), job.logs
+    assert all(first[index] is not pod for index, pod in job.pods.items())
+    assert "lost " in job.logs and "resum" in job.logs.lower(), job.logs
+    same(learned(volume / "out"), alone(icom, volume.parent / "alone", 3, **options))
+
+
+@pytest.mark.long
+def test_drained_pods_save_and_go_on(
+    icom: Callable[..., Result], containers: Store, hosts: Cluster, volume: Path
+) -> None:
+    """SIGTERM, as the kubelet sends it to all of a pod's processes' first."""
+    options = {"max_train_steps": 60, "checkpointing_steps": 1000}
+    job = start(icom, containers, hosts[:2], volume, **options)
+    wait_until(lambda: steps_of(volume / "out") >= 12 or bool(job.look()))
+    job.pods[0].signal("TERM")
+    assert job.wait() == "Complete", job.logs
+    assert list((volume / "out").glob("checkpoint-*")), job.logs
+    same(learned(volume / "out"), alone(icom, volume.parent / "alone", 2, **options))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("options", "code", "said"), [({"max_train_steps": 0}, 2, "max_train_steps"), ({}, 127, "icom")]
+)
+def test_what_cannot_work_is_not_started_again(
+    options: dict[str, object],
+    code: int,
+    said: str,
+    icom: Callable[..., Result],
+    containers: Store,
+    hosts: Cluster,
+    volume: Path,
+) -> None:
+    """Wrong options, and an image without icom."""
+    job = start(icom, containers, hosts[:1], volume, image=IMAGE if options else EMPTY, **options)
+    assert job.wait() == "Failed"
+    (pod,) = job.nodes.pods
+    assert pod.code == code and said in pod.log + pod.state["Error"], (pod.state, pod.log)

@@ -22,7 +22,7 @@ import copy
 import itertools
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,8 @@ from tests.support.hosts import Host
 Object = dict[str, Any]
 NAMESPACE = "default"
 POLL_SECONDS = 0.2
+_NUMBERS = itertools.count()
+"""Of pods, for their names."""
 INDEX = "batch.kubernetes.io/job-completion-index"
 
 
@@ -46,11 +48,13 @@ class Pod:
         name: its name.
         container: podman's name of its one container.
         store: where it is.
+        refused: why the container could not be started; empty where it was.
     """
 
     name: str
     container: str
     store: Store
+    refused: str = ""
 
     @property
     def state(self) -> Object:
@@ -60,13 +64,17 @@ class Pod:
 
     @property
     def code(self) -> int | None:
-        """The exit code; None while it runs."""
+        """The exit code; None while it runs. containerd's is 128 for a program that is not there (StartError)."""
+        if self.refused:
+            return 128
         state = self.state
         return int(state["ExitCode"]) if state["Status"] in ("exited", "stopped") else None
 
     @property
     def log(self) -> str:
         """What it wrote, output and errors."""
+        if self.refused:
+            return self.refused
         done = self.store.run("podman", "logs", self.container, fails=True)
         return done.stdout + done.stderr
 
@@ -80,7 +88,7 @@ class Pod:
 
     def remove(self, seconds: int = 0) -> None:
         """SIGTERM, and SIGKILL after so many seconds."""
-        self.store.run("podman", "pod", "rm", "--force", f"--time={seconds}", f"{self.name}")
+        self.store.run("podman", "pod", "rm", "--force", f"--time={seconds}", self.name)
 
 
 @dataclass
@@ -100,7 +108,6 @@ class Nodes:
     folder: Path
     claims: dict[str, Path]
     pods: list[Pod] = field(default_factory=list)
-    _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def start(self, template: Object, name: str, hostname: str, host: Host, known: Sequence[Object], names: str) -> Pod:
         """Start a pod from its template.
@@ -132,11 +139,9 @@ class Nodes:
         play = ["podman", "play", "kube", "--network=host", "--log-driver=k8s-file", "-"]
         done = self.store.run(*play, on=host, text=text, fails=True)
         self.pods.append(pod)
-        # A program that is not there is the container's failure, and not play's.
         if done.returncode:
-            assert self.store.run("podman", "container", "exists", pod.container, fails=True).returncode == 0, (
-                done.stderr
-            )
+            assert "executable file" in done.stderr, done.stderr
+            pod.refused = done.stderr
         return pod
 
     def _volume(self, volume: Object, folder: Path, known: Sequence[Object]) -> Object:
@@ -161,9 +166,10 @@ class Nodes:
         assert service["spec"]["selector"].items() <= labels.items() and service["spec"]["clusterIP"] == "None"
         return JobRun(self, list(objects))
 
-    def number(self) -> int:
-        """Another one each time, for names."""
-        return next(self._numbers)
+    def close(self) -> None:
+        """End all pods at once."""
+        for pod in self.pods:
+            pod.remove()
 
 
 class JobRun:
@@ -191,7 +197,7 @@ class JobRun:
         template["metadata"].setdefault("annotations", {})[INDEX] = str(index)
         (container,) = template["spec"]["containers"]
         container["env"] = [*container.get("env", []), {"name": "JOB_COMPLETION_INDEX", "value": str(index)}]
-        name = f"{self.name}-{index}-{self.nodes.number()}"
+        name = f"{self.name}-{index}-{next(_NUMBERS)}"
         return self.nodes.start(template, name, f"{self.name}-{index}", self.nodes.hosts[index], self.objects, known)
 
     def look(self) -> str | None:
@@ -278,7 +284,7 @@ def run_mpijob(nodes: Nodes, objects: Sequence[Object]) -> Pod:
 
     role = template("Worker", ["ssh-auth"], [("K_MPI_JOB_ROLE", "worker")])
     started = [
-        nodes.start(role, f"{hostname}-{nodes.number()}", hostname, host, objects, known)
+        nodes.start(role, f"{hostname}-{next(_NUMBERS)}", hostname, host, objects, known)
         for hostname, host in zip(hostnames, workers, strict=True)
     ]
     port = spec["mpiReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]["readinessProbe"]["tcpSocket"]["port"]
@@ -292,7 +298,7 @@ def run_mpijob(nodes: Nodes, objects: Sequence[Object]) -> Pod:
         ("I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS", "-o ConnectionAttempts=10"),
     ]
     role = template("Launcher", ["ssh-auth", "mpi-job-config"], variables)
-    return nodes.start(role, f"{name}-launcher-{nodes.number()}", f"{name}-launcher", last, objects, known)
+    return nodes.start(role, f"{name}-launcher-{next(_NUMBERS)}", f"{name}-launcher", last, objects, known)
 
 
 def _find(kind: str, name: str, objects: Sequence[Object]) -> Object:

@@ -105,6 +105,11 @@ SURFACE = {
     },
     "doctor": {"output_dir", "cache_dir", "json"},
     "launch mpirun": {"training_options", "hosts", "n", "ppn", "accelerate_config", "mpi", "dry_run"},
+    "report": {"folders", "json"},
+    "launch slurm": {
+        *("training_options", "nodes", "ppn", "cpus_per_task", "time", "partition", "account", "qos", "gpus_per_node"),
+        *("exclusive", "array", "container_image", "container_mounts", "max_requeues", "sbatch", "dry_run", "wait"),
+    },
     "launch kubernetes": {
         *("training_options", "image", "pvc", "mount_path", "kind", "nodes", "cpu", "memory", "gpus", "name"),
         *("namespace", "service_account", "node_selector", "env_secret", "max_restarts", "dry_run"),
@@ -136,7 +141,9 @@ POSITIONAL = {
     "convert": {"embedding"},
     "params": {"model"},
     "launch mpirun": {"training_options"},
+    "launch slurm": {"training_options"},
     "launch kubernetes": {"training_options"},
+    "report": {"folders"},
     "ssh": {"node"},
     "run": {"command"},
     "push": {"source", "target"},

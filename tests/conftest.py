@@ -31,11 +31,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 TOGETHER = {
     "tests/icom/launch/test_image.py",
     "tests/icom/launch/test_pods.py",
+    "tests/icom/launch/test_slurm.py",
     "tests/icom/launch/test_training_on_hosts.py",
     "tests/provisioning/test_health.py",
     "tests/provisioning/test_train_on.py",
 }
-"""Files whose tests share hosts or an image that take long to make."""
+"""Files whose tests share hosts, a cluster or an image that take long to make."""
 REAPER = pytest.StashKey[tuple[str, "subprocess.Popen[bytes]"]]()
 LEFT = pytest.StashKey[dict[int, str]]()
 ENDS_WITHIN = 20

@@ -23,6 +23,7 @@ from icom.launch.kubernetes.manifests import GRACE_SECONDS, Object, files_pod, m
 from icom.launch.launch import training_config
 from icom.parallel.place import find_place
 from tests.support.command import ROOT, Run, assert_refused, train_arguments
+from tests.support.ranks import SWITCHES
 from tests.support.schemas import errors, pod_templates
 
 KINDS: tuple[KubernetesKind, ...] = ("job", "mpijob", "trainjob", "pytorchjob")
@@ -293,6 +294,9 @@ def test_mpijob_is_a_launch_by_mpirun(icom: Run, tmp_path: Path) -> None:
 
 def test_what_a_pod_runs_learns_and_goes_on(tmp_path: Path, icom: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The container's command with its environment and its volume, here; with the file of --config, and a $ in it."""
+    for name in SWITCHES:  # training sets them, and they are no other test's
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
     folder = tmp_path / "cost $5 $(HOME)"
     (tmp_path / "run.yaml").write_text(f"output_dir: {folder}\nseed: 7\n")
     options = train_arguments(seed=None, output_dir=None, config=tmp_path / "run.yaml")[1:]

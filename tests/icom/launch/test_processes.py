@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.command import ROOT, train_arguments
-from tests.support.ranks import free_port
+from tests.support.ranks import SWITCHES, free_port
 
 SHOW = """
 import os
@@ -34,7 +34,7 @@ OPERATOR = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "icom-0.icom", "MASTE
 def start(count: str, *command: str, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "icom.launch.processes", count, *command],
-        env=os.environ | environment,
+        env={name: value for name, value in os.environ.items() if name not in SWITCHES} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -4,7 +4,9 @@ Guards icom.setup_env and the Makefile.
 """
 
 import ast
+import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -12,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from icom.setup_env import constraints, downloads, environment, torch_wheel
+from icom.setup_env import constraints, downloads, environment, image, torch_wheel
 from tests.support.clone import JPEG, TORCH, Clone, closed_port, make_wheel, server
 from tests.support.command import ROOT
 
@@ -277,6 +279,52 @@ def test_missing_test_tools_are_installed_by_root_and_named_to_others(
     monkeypatch.setattr(downloads, "TEST_TOOLS", {"sh": "dash"})
     downloads.install_test_tools(env)
     assert capfd.readouterr().out == ""
+
+
+# ---------------------------------------------------------------- the image
+
+
+def test_image_without_a_tool_and_push_without_a_registry_say_what_to_do(clone: Clone) -> None:
+    clone.env["PATH"] = str(clone.tools)  # with make alone
+    for name in ("make", "bash", "git", "sh"):
+        (clone.tools / name).symlink_to(shutil.which(name) or name)
+    failed = clone.make("image")
+    assert failed.returncode != 0
+    assert "no docker; no podman; no buildah" in failed.stderr and "apt-get install" in failed.stderr
+    (clone.tools / "docker").write_text("#!/bin/sh\necho 'Cannot connect to the Docker daemon' >&2\nexit 1\n")
+    (clone.tools / "docker").chmod(0o755)
+    failed = clone.make("image", CONTAINER_TOOL="docker")
+    assert "docker does not work (Cannot connect to the Docker daemon)" in failed.stderr
+    failed = clone.make("push", "IMAGE=icom:cpu")
+    assert failed.returncode != 0 and "IMAGE=REGISTRY/NAME:TAG" in failed.stderr
+    assert "Traceback" not in failed.stderr
+
+
+def test_the_build_is_told_what_pip_is_told_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ours.pem").touch()
+    (tmp_path / "theirs").write_text(
+        "[global]\nindex-url = https://user:word@mirror.test/simple\ntimeout = 7\n"
+        f"find-links =\n    /one\n    /two\ncert = {tmp_path / 'ours.pem'}\n[install]\nno-binary = x\n"
+    )
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "theirs"))
+    monkeypatch.setenv("PIP_TIMEOUT", "9")
+    settings = image.pip_settings([tmp_path / "no-python", Path(sys.executable)])
+    files = image.secrets(settings, {}, tmp_path)
+    assert files["ca.pem"] == tmp_path / "ours.pem" and files["pip.conf"].stat().st_mode & 0o077 == 0
+    # As pip itself understands it.
+    monkeypatch.delenv("PIP_TIMEOUT")
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(files["pip.conf"]))
+    there = image.pip_settings([Path(sys.executable)])
+    expected = {
+        "index-url": ["https://user:word@mirror.test/simple"],
+        "timeout": ["9"],
+        "find-links": ["/one", "/two"],
+        "cert": ["/run/secrets/ca.pem"],
+        "no-binary": ["x"],
+    }
+    assert {name: there[name].split() for name in expected} == expected
 
 
 # ---------------------------------------------------------------- the files

@@ -232,12 +232,14 @@ def test_ccl_starts_before_accelerate(tmp_path: Path, train: Train) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("victim", [0, 2])
 def test_killed_rank_ends_all(victim: int, ranks: Callable[..., Ranks]) -> None:
-    """One message, the exit code 1, and a checkpoint from which the others go on."""
+    """One message, the exit code 75 (worth another start), and a checkpoint from which the others go on."""
     started = ranks(3, max_train_steps=10_000, checkpointing_steps=5)
     started.wait_for_steps(8)
     started.processes[victim].kill()
     results = started.results()
-    assert [result.code for result in results] == [-signal.SIGKILL if rank == victim else 1 for rank in range(3)]
+    assert [result.code for result in results] == [
+        -signal.SIGKILL if rank == victim else os.EX_TEMPFAIL for rank in range(3)
+    ]
     told = "".join(result.err for result in results)
     assert re.findall(r"icom: .*", told) == re.findall(rf"icom: lost \S+ \(rank {victim}\)\. .*", told)
     assert len(re.findall("icom: lost", told)) == 1

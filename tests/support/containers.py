@@ -124,7 +124,8 @@ def store(folder: Path) -> Iterator[Store]:
     try:
         with ExitStack() as stack:
             namespaces = ("--mount", "--pid", "--fork", "--mount-proc", "--propagation=private")
-            made = Store(folder, env, Space.make(stack, namespaces, ""))
+            # podman keeps its locks there, which another store's podman would free.
+            made = Store(folder, env, Space.make(stack, namespaces, "mount -t tmpfs tmpfs /dev/shm"))
             yield made
             made.run("podman", "pod", "rm", "--force", "--all", "--time=0", fails=True)
             made.run("podman", "rm", "--force", "--all", "--time=0", fails=True)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from icom.config.loading import read_flags
 from icom.config.train import TrainConfig, load_train_config
@@ -22,13 +21,11 @@ class Launch:
         argv: the command.
         env: what is set for it beside the user's own variables, and why.
         why: what the command is for: whose it is, in which version.
-        files: what is written before it starts.
     """
 
     argv: list[str]
     env: list[Variable]
     why: str
-    files: Mapping[Path, str] = field(default_factory=dict)
 
 
 def show(launch: Launch, own: list[Variable]) -> None:

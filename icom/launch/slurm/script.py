@@ -34,8 +34,8 @@ first=$(scontrol --oneliner show node "$SLURMD_NODENAME" | sed -n 's/.* NodeAddr
 MASTER_ADDR=${{MASTER_ADDR:-$first}}
 # Jobs share nodes, so each has a port of its own, below those that the kernel gives to clients.
 MASTER_PORT=${{MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))}}
-# The processes know each other by it.
-ICOM_SECRET=${{ICOM_SECRET:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')}}
+# The processes know each other by it. An empty one of yours stays empty: without.
+ICOM_SECRET=${{ICOM_SECRET-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')}}
 # For the message after the loss of a node.
 ICOM_RESTARTED_BY=slurm
 export MASTER_ADDR MASTER_PORT ICOM_SECRET ICOM_RESTARTED_BY

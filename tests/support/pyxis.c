@@ -1,21 +1,22 @@
-/* Stands for Pyxis (which no package has): a SPANK plugin that gives srun its two options, and says in each task's
+/* Stands for Pyxis (which no package has): a SPANK plugin that gives srun its options, and says in each task's
    environment what it was given. It makes no container. */
 #include <slurm/spank.h>
 #include <stdio.h>
 
 SPANK_PLUGIN(stand_in_for_pyxis, 1)
 
-static char image[4096], mounts[4096];
+static char given[3][4096];
 
 static int keep(int value, const char *argument, int remote) {
     (void)remote;
-    snprintf(value ? mounts : image, sizeof image, "%s", argument);
+    snprintf(given[value], sizeof given[value], "%s", argument);
     return ESPANK_SUCCESS;
 }
 
 static struct spank_option options[] = {
     {"container-image", "IMAGE", "image to run in", 1, 0, keep},
     {"container-mounts", "SOURCE:TARGET", "what the container sees", 1, 1, keep},
+    {"container-workdir", "FOLDER", "where it starts", 1, 2, keep},
     SPANK_OPTIONS_TABLE_END,
 };
 
@@ -32,7 +33,8 @@ int slurm_spank_init(spank_t spank, int count, char **arguments) {
 
 int slurm_spank_task_init(spank_t spank, int count, char **arguments) {
     (void)count, (void)arguments;
-    spank_setenv(spank, "STAND_IN_IMAGE", image, 1);
-    spank_setenv(spank, "STAND_IN_MOUNTS", mounts, 1);
+    spank_setenv(spank, "STAND_IN_IMAGE", given[0], 1);
+    spank_setenv(spank, "STAND_IN_MOUNTS", given[1], 1);
+    spank_setenv(spank, "STAND_IN_WORKDIR", given[2], 1);
     return ESPANK_SUCCESS;
 }

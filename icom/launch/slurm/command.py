@@ -16,7 +16,7 @@ from icom.launch.launch import count, training_config
 from icom.launch.slurm import queue
 from icom.launch.slurm.array import Task, read_array, split_array
 from icom.launch.slurm.follow import follow, follow_array
-from icom.launch.slurm.script import job_script, processes_per_node, shell_lines
+from icom.launch.slurm.script import is_mounted, job_script, processes_per_node, shell_lines
 
 RESUME = "--resume_from_checkpoint"
 
@@ -94,12 +94,11 @@ def _check(training: TrainConfig, config: LaunchSlurmConfig) -> None:
     if training.hub_token:
         raise UsageError("--hub_token would stand in the job's script. Set HF_TOKEN: sbatch passes it on.")
     if config.container_image and config.container_mounts:
-        inside = [mount.split(":")[1] for mount in config.container_mounts.split(",") if mount.count(":")]
-        output = Path(training.output_dir)
-        if not any((Path.cwd() / output).is_relative_to(target) for target in inside):
+        output = Path.cwd() / training.output_dir
+        if not is_mounted(output, config.container_mounts):
             raise UsageError(
-                f"--output_dir {output} lies in none of the folders that the container sees ({', '.join(inside)}): "
-                "what is learned would be lost with it."
+                f"--output_dir {output} lies in none of the folders that the container sees "
+                f"({config.container_mounts}): what is learned would be lost with it."
             )
 
 

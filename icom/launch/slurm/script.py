@@ -121,6 +121,8 @@ def job_script(
         container = f" --container-image={shlex.quote(config.container_image)}"
         if config.container_mounts:
             container += f" --container-mounts={shlex.quote(config.container_mounts)}"
+            if is_mounted(chdir, config.container_mounts):  # else relative paths start at the image's own folder
+                container += f" --container-workdir={shlex.quote(str(chdir))}"
     head = [
         "#!/bin/bash",
         f"# Made by `icom launch slurm`. By hand: sbatch {shlex.quote(str(script))}",
@@ -140,6 +142,12 @@ def job_script(
 def processes_per_node(config: LaunchSlurmConfig) -> int:
     """--ppn, or its default."""
     return config.ppn or config.gpus_per_node or 1
+
+
+def is_mounted(path: Path, mounts: str) -> bool:
+    """Whether a container with these mounts (SOURCE:TARGET[:FLAGS], …) sees the path."""
+    targets = [mount.split(":")[1] for mount in mounts.split(",") if ":" in mount]
+    return any(path.is_relative_to(target) for target in targets)
 
 
 def _array(tasks: Sequence[int], at_once: int | None) -> str:

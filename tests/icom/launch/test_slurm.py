@@ -294,14 +294,14 @@ def test_container_options_reach_all_steps(tmp_path_factory: pytest.TempPathFact
         # A `python` that says what it got, in place of the container's.
         fake = box.shared / "bin/python"
         fake.parent.mkdir()
-        fake.write_text('#!/bin/sh\necho "step $3: $STAND_IN_IMAGE | $STAND_IN_MOUNTS"\n')
+        fake.write_text('#!/bin/sh\necho "step $3: $STAND_IN_IMAGE | $STAND_IN_MOUNTS | $STAND_IN_WORKDIR"\n')
         fake.chmod(0o755)
         said = box.run(
             *(shlex.split("icom launch slurm --nodes 1 --cpus_per_task 1")),
             *(*words, "--", *training_options({"output_dir": "out"})),
             PATH=f"{fake.parent}:{box.environment['PATH']}",
         )
-    expected = f"{image} | {shared}:{shared},/data:/data:ro"
+    expected = f"{image} | {shared}:{shared},/data:/data:ro | {shared}"
     assert said.stdout.count(expected) == 2, said
 
 
@@ -349,7 +349,7 @@ def test_no_slurm(icom: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         (("--time", "soon"), ("--time soon is no time limit", "1-12:00:00")),
         (("--max_requeues", "-1"), ("--max_requeues must not be negative",)),
         (("--container_mounts", "/a:/a"), ("--container_image, which is missing",)),
-        (("--container_image", "x", "--container_mounts", "/a:/b"), ("--output_dir out lies in none", "(/b)")),
+        (("--container_image", "x", "--container_mounts", "/a:/b"), ("out lies in none of the folders", "(/a:/b)")),
         (("--array", "no.txt"), ("no.txt cannot be read",)),
         (("--array", "runs.txt%x"), ("after % comes how many",)),
         (("--sbatch=word",), ("'word' belongs to no option",)),

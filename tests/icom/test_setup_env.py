@@ -51,6 +51,7 @@ def test_cpu_index_that_hangs_is_given_up() -> None:
     assert "no answer" in why or "timed out" in why
 
 
+@pytest.mark.long
 def test_cuda_build_is_refused_unless_allowed(clone: Clone) -> None:
     make_wheel(clone.wheels, "torch", TORCH, ("nvidia-cublas",))
     make_wheel(clone.wheels, "nvidia-cublas", "1.0")

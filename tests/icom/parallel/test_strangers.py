@@ -313,6 +313,7 @@ def test_who_only_knocks_changes_nothing(
     assert not list(tmp_path.rglob("PWNED"))
 
 
+@pytest.mark.long
 def test_run_on_one_machine_listens_on_loopback_alone_and_to_nobody_new(ranks: StartRanks, stranger: Stranger) -> None:
     """Gloo's own ports stay open; knocking there changes nothing."""
     secret = new_secret()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -45,6 +46,9 @@ ENDS_WITHIN = 20
 
 def pytest_configure(config: pytest.Config) -> None:
     """Whatever ends this run, all that it started ends: see tests/support/reaper.py."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        # As a shell starts what goes to the background. What the tests start would ignore their Ctrl-C, too.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput"):  # pytest-xdist's; they carry the mark themselves
         return
     mark, outer = uuid.uuid4().hex, os.environ.pop(reaper.MARK, None)

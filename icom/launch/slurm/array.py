@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from icom.config.loading import read_flags, read_yaml
-from icom.config.train import TrainConfig, load_train_config, settings
+from icom.config.loading import layers, read_flags, read_yaml
+from icom.config.train import TrainConfig, settings
 from icom.errors import UsageError
 from icom.launch.launch import training_config
 from icom.training.outcome import DONE, read_outcome
@@ -78,6 +78,13 @@ def read_array(file: Path, common: Sequence[str]) -> list[Task]:
     return tasks
 
 
+def common_folder(options: Sequence[str]) -> str:
+    """--output_dir of what all runs have in common, from its flags or its --config; they need not be complete."""
+    given = layers(read_flags(TrainConfig, options, "icom train"))
+    folders = [some["output_dir"] for some in given if "output_dir" in some]
+    return str(folders[-1] if folders else TrainConfig.output_dir)
+
+
 def _training(line: str, common: Sequence[str], number: int) -> TrainConfig:
     try:
         words = shlex.split(line)
@@ -91,8 +98,7 @@ def _training(line: str, common: Sequence[str], number: int) -> TrainConfig:
             raise UsageError(f"--{twice[0]} is after `--` too; leave it to one of the two.")
         words = ["--config", file]
     if "output_dir" not in own:
-        folder = Path(load_train_config(base).output_dir if "output_dir" in base else TrainConfig.output_dir)
-        words += ["--output_dir", str(folder / str(number))]
+        words += ["--output_dir", str(Path(common_folder(common)) / str(number))]
     return training_config([*common, *words], "icom launch slurm")
 
 

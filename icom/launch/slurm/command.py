@@ -14,7 +14,7 @@ from icom.errors import IcomError, UsageError
 from icom.files import make_writable_folder, write_atomically
 from icom.launch.launch import count, training_config
 from icom.launch.slurm import queue
-from icom.launch.slurm.array import Task, read_array, split_array
+from icom.launch.slurm.array import Task, common_folder, read_array, split_array
 from icom.launch.slurm.follow import follow, follow_array
 from icom.launch.slurm.script import is_mounted, job_script, processes_per_node, shell_lines
 
@@ -32,7 +32,7 @@ def launch_slurm(config: LaunchSlurmConfig) -> None:
     if config.array:
         file, at_once = split_array(config.array)
         tasks = read_array(file, config.training_options)
-        folder = _folder_of(config.training_options)
+        folder = Path(common_folder(config.training_options)).expanduser().absolute()
         for task in tasks:
             _check(task.training, config)
     else:
@@ -109,15 +109,6 @@ def _training_lines(options: Sequence[str], array: Path | None) -> list[str]:
         return [f'--config {shlex.quote(str(array / "tasks"))}/"$SLURM_ARRAY_TASK_ID".yaml', resume]
     named = any(word.split("=")[0].replace("-", "_") == "__resume_from_checkpoint" for word in options)
     return [*shell_lines(options), *([] if named else [resume])]
-
-
-def _folder_of(options: Sequence[str]) -> Path:
-    """--output_dir of what all runs of an array have in common."""
-    from icom.config.loading import layers, read_flags
-
-    common = layers(read_flags(TrainConfig, options, "icom train"))
-    names = [given["output_dir"] for given in common if "output_dir" in given]
-    return Path(names[-1] if names else TrainConfig.output_dir).expanduser().absolute()
 
 
 def _all_cpus(config: LaunchSlurmConfig) -> int | None:

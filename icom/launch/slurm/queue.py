@@ -23,14 +23,12 @@ class Job:
         state: as Slurm calls it.
         reason: why it waits.
         code: as a shell would see it: exit code, or 128 + signal.
-        restarts: how often it was started again.
         task: number in its array; None: no array.
     """
 
     state: str
     reason: str
     code: int
-    restarts: int
     task: int | None
 
     @property
@@ -119,7 +117,6 @@ def _read(line: str) -> Job:
         state=values.get("JobState", ""),
         reason=values.get("Reason", ""),
         code=128 + int(signal) if signal.isdecimal() and int(signal) else int(code),
-        restarts=int(values.get("Restarts", "0")),
         task=int(task) if (task := values.get("ArrayTaskId", "")).isdecimal() else None,
     )
 

@@ -20,6 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from icom.launch.slurm.array import read_array
 from tests.support import mpi, slurm
 from tests.support.command import ROOT, Result, Run, assert_message, train_arguments
 from tests.support.mpi import training_options
@@ -393,6 +394,20 @@ def test_array_files_that_cannot_work(
     Path("seed.yaml").write_text("seed: 3\n")
     result = icom("launch", "slurm", "--nodes", "1", "--dry_run", "--array", "runs.txt", "--", *TRAINING)
     assert_message(result, 2, *parts)
+
+
+def test_runs_of_an_array_lie_where_the_common_file_says(
+    icom: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs.txt").write_text("--seed 1\n--seed 2\n")
+    Path("common.yaml").write_text("output_dir: sweep\n")
+    options = [word for word in TRAINING if not word.startswith(("--output_dir", "--seed"))]
+    words = ("--array", "runs.txt", "--", "--config", "common.yaml", *options)
+    said = icom("launch", "slurm", "--nodes", "1", "--dry_run", *words)
+    assert f"--config {tmp_path}/sweep/tasks/" in said.out and f"#SBATCH --output={tmp_path}/sweep/" in said.out
+    tasks = read_array(Path("runs.txt"), ["--config", "common.yaml", *options])
+    assert [task.training.output_dir for task in tasks] == ["sweep/0", "sweep/1"]
 
 
 # The script.

@@ -28,7 +28,7 @@ def launch_slurm(config: LaunchSlurmConfig) -> None:
         UsageError: options, training options or the array's file are wrong.
         IcomError: there is no Slurm, it does not take the job; with --wait: the job failed, with its exit code.
     """
-    tasks, at_once = None, None
+    tasks, at_once, resumes = None, None, False
     if config.array:
         file, at_once = split_array(config.array)
         tasks = read_array(file, config.training_options)
@@ -38,6 +38,7 @@ def launch_slurm(config: LaunchSlurmConfig) -> None:
     else:
         training = training_config(config.training_options, "icom launch slurm --nodes 3")
         _check(training, config)
+        resumes = training.resume_from_checkpoint is not None
         folder = Path(training.output_dir).expanduser().absolute()
     if not config.dry_run:
         queue.need_slurm()
@@ -49,7 +50,7 @@ def launch_slurm(config: LaunchSlurmConfig) -> None:
         return
     script = job_script(
         config,
-        training=_training_lines(config.training_options, folder if tasks else None),
+        training=_training_lines(config.training_options, folder if tasks else None, resumes=resumes),
         folder=folder,
         chdir=Path.cwd(),
         cpus_per_task=config.cpus_per_task or _all_cpus(config),
@@ -102,13 +103,12 @@ def _check(training: TrainConfig, config: LaunchSlurmConfig) -> None:
             )
 
 
-def _training_lines(options: Sequence[str], array: Path | None) -> list[str]:
-    """The training's options for the script, which goes on from what is there."""
+def _training_lines(options: Sequence[str], array: Path | None, *, resumes: bool) -> list[str]:
+    """The training's options for the script, which goes on from what is there; `resumes`: they say so themselves."""
     resume = f"{RESUME} latest"
     if array:
         return [f'--config {shlex.quote(str(array / "tasks"))}/"$SLURM_ARRAY_TASK_ID".yaml', resume]
-    named = any(word.split("=")[0].replace("-", "_") == "__resume_from_checkpoint" for word in options)
-    return [*shell_lines(options), *([] if named else [resume])]
+    return [*shell_lines(options), *([] if resumes else [resume])]
 
 
 def _all_cpus(config: LaunchSlurmConfig) -> int | None:

@@ -41,7 +41,7 @@ def follow(number: str, log: Path) -> int:
             if job.ended:
                 read += _show(log, read)
                 return _code(job, number, log if not read else None)
-        time.sleep(_OFTEN if time.monotonic() - began < 60 else _SELDOM)
+        _pause(began)
 
 
 def follow_array(number: str, tasks: int) -> int:
@@ -60,7 +60,11 @@ def follow_array(number: str, tasks: int) -> int:
             bar.update(len(ended) - bar.n)
             if len(ended) == tasks:
                 return next((_code(job, number, None) for job in ended if job.state != "COMPLETED"), 0)
-            time.sleep(_OFTEN if time.monotonic() - began < 60 else _SELDOM)
+            _pause(began)
+
+
+def _pause(began: float) -> None:
+    time.sleep(_OFTEN if time.monotonic() - began < 60 else _SELDOM)
 
 
 def _only(jobs: list[Job], number: str) -> Job:

@@ -1,0 +1,45 @@
+"""The options that say where captioned pictures come from: of `icom finetune`, `icom data` and all that reads them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from icom.config.loading import required
+from icom.errors import UsageError
+
+
+@dataclass(kw_only=True)
+class DataOptions:
+    """Where captioned pictures come from, and which of them are taken."""
+
+    train_data_dir: str = required("photos")
+    """Required. Captioned pictures: a folder of pictures (captions in .txt files beside them, metadata.jsonl or
+    metadata.csv), a folder of WebDataset tars or parquet files, a pattern of those (shards/{00000..00099}.tar, *.parquet;
+    also s3://…, https://…, or pipe:COMMAND), or synthetic:N to measure."""
+    index: str | None = None
+    """The index of the shards (`icom data index`). Default: icom-index.parquet beside them, else one in --cache_dir."""
+    image_column: str = "image"
+    """The column of parquet files that holds the pictures' bytes."""
+    caption_column: str = "text"
+    """Where captions stand: a column of metadata or parquet; in tars `txt`, `json:FIELD`, or `cls` with
+    --idx_to_prompt."""
+    idx_to_prompt: str | None = None
+    """JSON file: class number -> prompt, or a list of prompts, for shards with classes (cls) and no captions."""
+    filters: dict[str, Any] = field(default_factory=dict)
+    """Which samples are taken, by their metadata: original_width: ">=512", pwatermark: "<=0.5" (docs/data.md)."""
+    max_train_samples: int | None = None
+    """Take only the first so many samples that pass the filters."""
+    max_damaged_share: float = 0.01
+    """A run ends when more than this share of the samples it read are damaged; fewer are counted, named and left out."""
+    cache_dir: str | None = None
+    """Folder of caches. Default: $ICOM_CACHE_DIR, else $XDG_CACHE_HOME/icom, else ~/.cache/icom."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work.
+
+        Raises:
+            UsageError: names the option.
+        """
+        if not 0 <= self.max_damaged_share <= 1:
+            raise UsageError("--max_damaged_share has to be between 0 and 1.")

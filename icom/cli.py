@@ -26,7 +26,8 @@ from icom.config.launch import LaunchEnvConfig, LaunchKubernetesConfig, LaunchMp
 from icom.config.loading import read_flags
 from icom.config.params import ParamsConfig
 from icom.config.report import ReportConfig
-from icom.config.train import TrainConfig, load_train_config, to_yaml
+from icom.config.train import TrainConfig, load_train_config
+from icom.config.training import to_yaml
 from icom.errors import IcomError
 from icom.files import is_full, write_error
 from icom.names import plain

@@ -21,7 +21,8 @@ from types import FrameType
 from typing import Any
 
 from icom import names
-from icom.config.train import TrainConfig, load_train_config, to_yaml
+from icom.config.train import TrainConfig, load_train_config
+from icom.config.training import to_yaml
 from icom.errors import IcomError, Stopped, UsageError
 from icom.files import make_writable_folder, write_atomically
 from icom.signals import StopRequest

@@ -39,6 +39,17 @@ def check_at_least_one(**options: int | None) -> None:
             raise UsageError(f"--{name} has to be at least 1, not {value}.")
 
 
+def check_not_negative(**options: float | None) -> None:
+    """Refuse numbers below 0; None is no number.
+
+    Raises:
+        UsageError: names the option.
+    """
+    for name, value in options.items():
+        if value is not None and value < 0:
+            raise UsageError(f"--{name} must not be negative.")
+
+
 def check_resolution(resolution: int) -> None:
     """The VAE halves the picture three times, so both sides have to be multiples of 8.
 

@@ -15,8 +15,8 @@ class DataOptions:
 
     train_data_dir: str = required("photos")
     """Required. Captioned pictures: a folder of pictures (captions in .txt files beside them, metadata.jsonl or
-    metadata.csv), a folder of WebDataset tars or parquet files, a pattern of those (shards/{00000..00099}.tar, *.parquet;
-    also s3://…, https://…, or pipe:COMMAND), or synthetic:N to measure."""
+    metadata.csv), a folder of WebDataset tars or parquet files, a pattern of those (shards/{00000..00099}.tar,
+    *.parquet; also s3://…, https://…, or pipe:COMMAND), or synthetic:N to measure."""
     index: str | None = None
     """The index of the shards (`icom data index`). Default: icom-index.parquet beside them, else one in --cache_dir."""
     image_column: str = "image"
@@ -31,7 +31,7 @@ class DataOptions:
     max_train_samples: int | None = None
     """Take only the first so many samples that pass the filters."""
     max_damaged_share: float = 0.01
-    """A run ends when more than this share of the samples it read are damaged; fewer are counted, named and left out."""
+    """A run ends when more than this share of the samples it read are damaged; fewer are counted, named, left out."""
     cache_dir: str | None = None
     """Folder of caches. Default: $ICOM_CACHE_DIR, else $XDG_CACHE_HOME/icom, else ~/.cache/icom."""
 

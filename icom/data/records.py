@@ -1,7 +1,7 @@
-"""Captioned pictures by number, wherever they lie: what every source of data gives, and all that the training knows of it.
+"""Captioned pictures by number, wherever they lie: what a source of data gives, and all that the training knows of it.
 
-A source is read by record number. Which record a sample of the run is, is `icom.data.order`'s to say, so that a sample is
-a function of (seed, number) for every source; what is done to it (crop, mirror, noise) is the method's.
+A source is read by record number. Which record a sample of the run is, is `icom.data.order`'s to say, so that a sample
+is a function of (seed, number) for every source; what is done to it (crop, mirror, noise) is the method's.
 """
 
 from __future__ import annotations

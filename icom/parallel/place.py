@@ -18,7 +18,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from icom.config.train import CollectivesName
+from icom.config.training import CollectivesName
 from icom.errors import UsageError
 
 DEFAULT_PORT = 29500

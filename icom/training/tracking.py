@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from icom.config.train import SECRETS, TrainConfig, settings
+from icom.config.train import TrainConfig
+from icom.config.training import SECRETS, settings
 from icom.errors import UsageError
 
 if TYPE_CHECKING:

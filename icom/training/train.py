@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 
 from icom import backends
-from icom.config.train import TrainConfig, settings, to_yaml
+from icom.config.train import TrainConfig
+from icom.config.training import settings, to_yaml
 from icom.data.images import list_pictures, passed_over
 from icom.engine.memory import keep_freed_memory
 from icom.errors import IcomError, Stopped

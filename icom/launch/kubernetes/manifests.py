@@ -13,7 +13,8 @@ from __future__ import annotations
 from typing import Any
 
 from icom.config.launch import LaunchKubernetesConfig
-from icom.config.train import TrainConfig, to_yaml
+from icom.config.train import TrainConfig
+from icom.config.training import to_yaml
 from icom.parallel.place import DEFAULT_PORT
 from icom.parallel.secret import SECRET
 

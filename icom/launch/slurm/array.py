@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from icom.config.loading import layers, read_flags, read_yaml
-from icom.config.train import TrainConfig, settings
+from icom.config.train import TrainConfig
+from icom.config.training import settings
 from icom.errors import UsageError
 from icom.launch.launch import training_config
 from icom.training.outcome import DONE, read_outcome

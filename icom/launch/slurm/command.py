@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from icom.config.launch import LaunchSlurmConfig
-from icom.config.train import TrainConfig, to_yaml
+from icom.config.train import TrainConfig
+from icom.config.training import to_yaml
 from icom.errors import IcomError, UsageError
 from icom.files import make_writable_folder, write_atomically
 from icom.launch.launch import count, training_config

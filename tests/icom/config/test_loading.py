@@ -15,7 +15,8 @@ import yaml
 
 from icom.cli import COMMANDS, parse
 from icom.config.loading import read_flags
-from icom.config.train import BUNDLED_DEFAULTS, TrainConfig, to_yaml
+from icom.config.train import BUNDLED_DEFAULTS, TrainConfig
+from icom.config.training import to_yaml
 from icom.errors import UsageError
 from tests.icom.test_cli import DIFFUSERS_DEFAULTS
 from tests.support.command import Result, train_arguments

@@ -53,8 +53,6 @@ class ConceptOptions(ModelOptions):
     """How often each picture comes up in one epoch."""
     dataloader_num_workers: int = 0
     """Threads that decode pictures while the latent cache is filled; 0: the main one. Steps load nothing."""
-    cache_dir: str | None = None
-    """Folder of the latent cache. Default: $ICOM_CACHE_DIR, else $XDG_CACHE_HOME/icom, else ~/.cache/icom."""
 
 
 @dataclass(kw_only=True)

@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import os
 import secrets
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast, get_args
+from typing import TYPE_CHECKING
 
 import torch
 
-from icom import backends
 from icom.config.common import Precision
 from icom.config.train import TrainConfig
 from icom.data.captions import TEMPLATES
 from icom.data.images import Picture, Transform
 from icom.data.latents import Moments, load_moments
 from icom.data.sampling import SampleStream
-from icom.errors import UsageError
 from icom.files import cache_folder
 from icom.methods import Method, textual_inversion
 from icom.models import loading
-from icom.parallel import environment
 from icom.parallel.group import ALONE, Group
-from icom.parallel.place import Place
-from icom.training.checkpoint import Identity, State, find_checkpoint, settings_of
+from icom.training.begin import enable_xformers, make_optimizer, make_schedule
+from icom.training.checkpoint import Identity, State
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -69,60 +64,6 @@ class Run:
         config = self.config
         batch = config.train_batch_size * config.gradient_accumulation_steps
         return batch * self.group.size
-
-
-def precision_of(config: TrainConfig, group: Group) -> tuple[Precision, str]:
-    """--mixed_precision, else what `accelerate launch` was configured with; for `auto` rank 0 decides for all.
-
-    Returns:
-        (precision, why `auto` took it: empty where it was named).
-
-    Raises:
-        UsageError: Accelerate is configured for something else.
-        IcomError: a resumed run's checkpoint is damaged or not there.
-    """
-    wanted = config.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    decided = group.broadcast(
-        json.dumps(_fast_precision(config, wanted, group.place)).encode() if group.leads else None
-    )
-    if wanted == "auto":
-        precision, why = json.loads(decided)
-        return precision, why
-    if wanted not in get_args(Precision):
-        raise UsageError(f"Accelerate is configured for {wanted}; set --mixed_precision to auto, bf16 or no.")
-    return cast(Precision, wanted), ""
-
-
-def _fast_precision(config: TrainConfig, wanted: str, place: Place) -> tuple[str, str]:
-    """What `auto` means: another precision would be another run than the checkpoint's, so that one is kept."""
-    if wanted != "auto":
-        return wanted, ""
-    if config.resume_from_checkpoint is not None:
-        folder = find_checkpoint(Path(config.output_dir), config.resume_from_checkpoint)
-        if folder is not None:
-            precision: str = settings_of(folder)["mixed_precision"]
-            return precision, f"{'fp32' if precision == 'no' else precision}: the checkpoint's"
-    return backends.fast_precision(config.backend, config.cache_dir, place)
-
-
-def start_accelerate(
-    config: TrainConfig, backend: Backend, group: Group, precision: Precision, reporters: list[str]
-) -> Accelerator:
-    """Accelerate's part: trackers, and what its launcher was configured with. It adopts the group that is there."""
-    from accelerate import Accelerator
-    from accelerate.utils import ProjectConfiguration
-
-    if group.size > 1:
-        environment.for_accelerate()
-    project = ProjectConfiguration(
-        project_dir=config.output_dir, logging_dir=str(Path(config.output_dir) / config.logging_dir)
-    )
-    return Accelerator(
-        cpu=backend.device.type == "cpu",
-        mixed_precision=precision,
-        log_with=reporters or None,
-        project_config=project,
-    )
 
 
 def settle(
@@ -192,7 +133,7 @@ def prepare(
     model_digest = loading.weights_digest(model.text_encoder, model.unet) + vae_digest
     method = textual_inversion.attach(model, config, initial_rows)
     if config.enable_xformers_memory_efficient_attention:
-        _enable_xformers(model)
+        enable_xformers(model)
     if config.gradient_checkpointing:
         model.unet.train()  # diffusers checkpoints in training mode only; there is no dropout
         model.unet.enable_gradient_checkpointing()
@@ -210,7 +151,7 @@ def prepare(
         wait_for_everyone=group.wait_for_everyone,
         decode_threads=config.dataloader_num_workers,
     )
-    optimizer = _make_optimizer(config, method, group)
+    optimizer = make_optimizer(config, method.parameters.values(), group)
     stream = SampleStream(
         config.seed,
         len(pictures),
@@ -243,49 +184,6 @@ def prepare(
         moments,
         stream,
         optimizer,
-        _make_schedule(config, optimizer, after_step),
+        make_schedule(config, optimizer, after_step),
         identity,
     )
-
-
-def _make_optimizer(config: TrainConfig, method: Method, group: Group) -> torch.optim.AdamW:
-    learning_rate = config.learning_rate
-    if config.scale_lr:
-        learning_rate *= config.train_batch_size * config.gradient_accumulation_steps * group.size
-    return torch.optim.AdamW(
-        method.parameters.values(),
-        lr=learning_rate,
-        betas=(config.adam_beta1, config.adam_beta2),
-        weight_decay=config.adam_weight_decay,
-        eps=config.adam_epsilon,
-    )
-
-
-def _make_schedule(
-    config: TrainConfig, optimizer: torch.optim.Optimizer, after_step: int
-) -> torch.optim.lr_scheduler.LambdaLR:
-    """The rate is a function of the step alone, so that nothing of the scheduler has to be kept in checkpoints."""
-    from diffusers.optimization import get_scheduler
-
-    assert config.max_train_steps is not None
-    for group in optimizer.param_groups:
-        group["initial_lr"] = group["lr"]  # a scheduler that does not begin at 0 asks for it
-    schedule: torch.optim.lr_scheduler.LambdaLR = get_scheduler(
-        config.lr_scheduler,
-        optimizer,
-        num_warmup_steps=config.lr_warmup_steps,
-        num_training_steps=config.max_train_steps,
-        num_cycles=config.lr_num_cycles,
-        last_epoch=after_step - 1,
-    )
-    return schedule
-
-
-def _enable_xformers(model: Model) -> None:
-    try:
-        model.unet.enable_xformers_memory_efficient_attention()
-    except Exception as error:
-        # ModuleNotFoundError without xFormers, ValueError without a GPU.
-        raise UsageError(
-            f"xFormers cannot be used here ({error}). Drop --enable_xformers_memory_efficient_attention."
-        ) from error

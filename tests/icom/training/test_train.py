@@ -30,8 +30,8 @@ from icom.models import loading
 from icom.parallel.group import ALONE, Group
 from icom.parallel.place import Place
 from icom.training import results
+from icom.training.begin import precision_of
 from icom.training.report import read_metrics
-from icom.training.run import precision_of
 from tests.support.command import ROOT, Result, long, start_process, train_arguments
 
 Train = Callable[..., Result]

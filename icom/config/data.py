@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from icom.config.loading import required
 from icom.errors import UsageError
+
+Interpolation = Literal["nearest", "box", "bilinear", "hamming", "bicubic", "lanczos"]
+"""What --image_interpolation_mode takes."""
 
 
 @dataclass(kw_only=True)

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from icom.models import hub, pipelines, single_file
 from icom.models.architectures import ARCHITECTURES, fill_random
 from icom.models.checks import SCHEDULER, TOKENIZER, check_configs, check_weights
 from icom.models.kinds import CONFIGS, read_json, refuse_other_kinds
-from icom.models.parts import PARTS, Conditioning, Part
+from icom.models.parts import PARTS, TEXT_ENCODER, Conditioning, Part
 
 if TYPE_CHECKING:
     import torch
@@ -159,42 +160,74 @@ def load(source: ModelSource, dtype: torch.dtype) -> Model:
         IcomError: a file is damaged or does not fit.
         UsageError: the tokenizer is another model's.
     """
-    import torch
-
-    quiet_libraries()
-    from diffusers import DDPMScheduler
-
-    tokenizer = load_tokenizer(source)
-    modules: dict[str, Any] = {}
-    if source.architecture:
-        for seed, part in enumerate(PARTS):
-            with torch.device("meta"):
-                module = part.build(ARCHITECTURES[source.architecture])
-            module = module.to(torch.float32 if part.in_float32 else dtype).to_empty(device="cpu")
-            fill_random(module, seed)
-            modules[part.name] = module
-        _check_vocabulary(source, tokenizer, modules["text_encoder"])
-        embeddings = modules["text_encoder"].embeddings  # position_ids is a buffer: to_empty lost its values
-        embeddings.position_ids.copy_(torch.arange(embeddings.position_ids.shape[-1])[None])
-        noise_scheduler = DDPMScheduler(**ARCHITECTURES[source.architecture].scheduler)
-    elif source.file:
-        modules = single_file.load_parts(source.file, dtype)
-        schedule = ARCHITECTURES[source.file.architecture].scheduler | {"prediction_type": source.file.prediction}
-        noise_scheduler = DDPMScheduler(**schedule)
-    else:
-        noise_scheduler = _load_part(DDPMScheduler, source.folder, "scheduler")
-        pipelines.own_sampler(source)
-        for part in PARTS:
-            modules[part.name] = _load_weights(part, source, torch.float32 if part.in_float32 else dtype)
-            if part.name == "text_encoder":  # before the gigabytes
-                _check_vocabulary(source, tokenizer, modules[part.name])
+    tokenizer, noise_scheduler = load_tokenizer(source), load_scheduler(source)
+    modules = load_parts(source, dtype, PARTS, tokenizer)
     # A tokenizer from a bare vocabulary knows no limit, and pipelines pad to it.
     context_length: int = modules["text_encoder"].config.max_position_embeddings
     tokenizer.model_max_length = min(tokenizer.model_max_length, context_length)
+    return Model(source, tokenizer, noise_scheduler=noise_scheduler, **modules)
+
+
+def load_parts(
+    source: ModelSource, dtype: torch.dtype, parts: Sequence[Part], tokenizer: CLIPTokenizer | None = None
+) -> dict[str, Any]:
+    """Load some parts, frozen.
+
+    Args:
+        source: from `find`.
+        dtype: precision of those that are not always in float32.
+        parts: of PARTS, in that order.
+        tokenizer: which the text encoder's table has to fit.
+
+    Raises:
+        IcomError: a file is damaged or does not fit.
+        UsageError: the tokenizer is another model's.
+    """
+    import torch
+
+    quiet_libraries()
+    modules: dict[str, Any] = {}
+    if source.file:
+        loaded = single_file.load_parts(source.file, dtype)
+        modules = {part.name: loaded[part.name] for part in parts}
+    for part in parts:
+        if source.architecture:
+            with torch.device("meta"):
+                module = part.build(ARCHITECTURES[source.architecture])
+            module = module.to(torch.float32 if part.in_float32 else dtype).to_empty(device="cpu")
+            fill_random(module, PARTS.index(part))
+            if part is TEXT_ENCODER:  # position_ids is a buffer: to_empty lost its values
+                positions = module.embeddings.position_ids
+                positions.copy_(torch.arange(positions.shape[-1])[None])
+            modules[part.name] = module
+        elif not source.file:
+            modules[part.name] = _load_weights(part, source, torch.float32 if part.in_float32 else dtype)
+        if part is TEXT_ENCODER and tokenizer is not None:  # before the gigabytes
+            _check_vocabulary(source, tokenizer, modules[part.name])
     for module in modules.values():
         module.requires_grad_(False)
         module.eval()
-    return Model(source, tokenizer, noise_scheduler=noise_scheduler, **modules)
+    return modules
+
+
+def load_scheduler(source: ModelSource) -> DDPMScheduler:
+    """The noise schedule that the model was trained with.
+
+    Raises:
+        IcomError: its file is damaged.
+    """
+    quiet_libraries()
+    from diffusers import DDPMScheduler
+
+    if source.architecture:
+        return DDPMScheduler(**ARCHITECTURES[source.architecture].scheduler)
+    if source.file:
+        schedule = ARCHITECTURES[source.file.architecture].scheduler | {"prediction_type": source.file.prediction}
+        return DDPMScheduler(**schedule)
+    noise_scheduler = _load_part(DDPMScheduler, source.folder, "scheduler")
+    assert isinstance(noise_scheduler, DDPMScheduler)
+    pipelines.own_sampler(source)
+    return noise_scheduler
 
 
 def load_tokenizer(source: ModelSource) -> CLIPTokenizer:

@@ -132,51 +132,74 @@ def _bundled_folder(name: str) -> Path:
 
 
 def read_picture(path: Path) -> Image.Image:
-    """Decode a picture: upright by its EXIF orientation, RGB of 8 bits, transparency composed on white.
-
-    More bits than 8 are scaled so that white stays white; floating-point values are taken for 0 (black) to 1 (white).
+    """Decode a picture's file, as `decode_picture` does.
 
     Raises:
         IcomError: not a picture, damaged, more than MAX_PIXELS, or with values of which nobody knows what is white.
     """
-    from PIL import Image, ImageOps, UnidentifiedImageError
-
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # our own limit decides, and damaged metadata does not matter
-            # From a file and not its name: what Pillow maps into memory it turns wrongly (a TIFF's orientation).
-            with path.open("rb") as file, _open(path, file) as image:
-                width, height = image.size
-                if width * height > MAX_PIXELS:
-                    raise IcomError(
-                        f"{path.name}: {width} x {height} pixels are too many "
-                        f"({MAX_PIXELS // 10**6} megapixels at most); scale it down"
-                    )
-                image.load()
-                ImageOps.exif_transpose(image, in_place=True)
-                return _on_white(_eight_bits(image))
-    except _UnclearError as error:
-        raise IcomError(f"{path.name}: {error}; save it as PNG with 8 bits") from None
-    except Image.DecompressionBombError:
-        # Pillow's own limit, some twice as high, strikes before it tells us the size.
-        raise IcomError(
-            f"{path.name}: too many pixels ({MAX_PIXELS // 10**6} megapixels at most); scale it down"
-        ) from None
-    except UnidentifiedImageError:
-        known = path.suffix.lower() in Image.registered_extensions()
-        what = "not a picture that Pillow can read; save it as PNG with 8 bits" if known else "not a picture"
-        raise IcomError(f"{path.name}: {what}") from None
+        # From a file and not its name: what Pillow maps into memory it turns wrongly (a TIFF's orientation).
+        with path.open("rb") as file:
+            return decode_picture(file, path.name)
     except PermissionError:
         raise IcomError(f"{path.name}: not readable (permissions)") from None
-    except (OSError, SyntaxError, ValueError, EOFError) as error:  # what Pillow's decoders raise
+    except OSError as error:
         raise IcomError(f"{path.name}: damaged ({error})") from error
+    except BadPicture as error:
+        raise IcomError(f"{path.name}: {error}") from error
 
 
-def _open(path: Path, file: BinaryIO) -> Image.Image:
+class BadPicture(Exception):
+    """What was read is no good as a picture; the message says why and what to do, but not which picture it is."""
+
+
+def decode_picture(file: BinaryIO, name: str) -> Image.Image:
+    """Decode a picture: upright by its EXIF orientation, RGB of 8 bits, transparency composed on white.
+
+    More bits than 8 are scaled so that white stays white; floating-point values are taken for 0 (black) to 1 (white).
+    Several threads may do so at a time.
+
+    Args:
+        file: its bytes.
+        name: of the file they come from; its ending decides nothing but words.
+
+    Raises:
+        BadPicture: not a picture, damaged, more than MAX_PIXELS, or with values of which nobody knows what is white.
+    """
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    # Our own limit decides, and damaged metadata does not matter. Not catch_warnings: threads undo it for each other.
+    warnings.filterwarnings("ignore", module=r"PIL\.|pillow_heif")
+    try:
+        with _open(file) as image:
+            width, height = image.size
+            if width * height > MAX_PIXELS:
+                raise BadPicture(
+                    f"{width} x {height} pixels are too many ({MAX_PIXELS // 10**6} megapixels at most); scale it down"
+                )
+            image.load()
+            ImageOps.exif_transpose(image, in_place=True)
+            return _on_white(_eight_bits(image))
+    except _UnclearError as error:
+        raise BadPicture(f"{error}; save it as PNG with 8 bits") from None
+    except Image.DecompressionBombError:
+        # Pillow's own limit, some twice as high, strikes before it tells us the size.
+        raise BadPicture(f"too many pixels ({MAX_PIXELS // 10**6} megapixels at most); scale it down") from None
+    except UnidentifiedImageError:
+        known = Path(name).suffix.lower() in Image.registered_extensions()
+        what = "not a picture that Pillow can read; save it as PNG with 8 bits" if known else "not a picture"
+        raise BadPicture(what) from None
+    except (BadPicture, MemoryError):
+        raise
+    except Exception as error:  # what a damaged file leads Pillow's decoders to is not in any list
+        raise BadPicture(f"damaged ({error})") from error
+
+
+def _open(file: BinaryIO) -> Image.Image:
     """Let Pillow, or pillow-heif where it is installed, find out what the file holds. Decodes nothing.
 
     Raises:
-        IcomError: HEIC without pillow-heif.
+        BadPicture: HEIC without pillow-heif.
     """
     from PIL import Image
 
@@ -186,8 +209,8 @@ def _open(path: Path, file: BinaryIO) -> Image.Image:
         try:
             import pillow_heif
         except ImportError:
-            raise IcomError(
-                f"{path.name}: HEIC; convert it to JPEG, or install what reads it: python -m pip install pillow-heif"
+            raise BadPicture(
+                "HEIC; convert it to JPEG, or install what reads it: python -m pip install pillow-heif"
             ) from None
         pillow_heif.register_heif_opener()
     return Image.open(file)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, overload
 
 if TYPE_CHECKING:
     import torch
@@ -55,6 +55,24 @@ class DamagedRecord(Exception):
     def __init__(self, key: str, reason: str) -> None:
         super().__init__(f"{key}: {reason}")
         self.key = key
+
+
+class Singles(Sequence[range]):
+    """The runs of a source whose records lie each for itself, files of a folder say."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> range: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[range]: ...
+    def __getitem__(self, index: int | slice) -> range | Sequence[range]:
+        numbers = range(self._count)[index]
+        return range(numbers, numbers + 1) if isinstance(numbers, int) else [range(n, n + 1) for n in numbers]
 
 
 class Source(Protocol):

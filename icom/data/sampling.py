@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-_EPOCH, _SAMPLE = 0, 1  # separate the two families of random streams
+_EPOCH, _SAMPLE = 0, 1  # separate the families of random streams; icom.data.order has more of them
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class SampleStream:
     def __getitem__(self, index: int) -> Sample:
         epoch, position = divmod(index, self.epoch_length)
         order = _epoch_order(self.seed, epoch, self.epoch_length)
-        words = random_words(self.seed, _SAMPLE, index, count=4)
+        words = raw_words(self.seed, _SAMPLE, index, count=4)
         return Sample(
             picture=int(order[position]) % self.pictures,
             flip=bool(words[0] >> np.uint64(63)),
@@ -80,11 +80,11 @@ def gaussian_noise(sample: Sample, shape: tuple[int, ...]) -> tuple[torch.Tensor
     return both[0], both[1]
 
 
-def random_words(seed: int, *key: int, count: int) -> np.ndarray:
-    """Uniform random numbers in [0, 2^64), uint64 of shape (count,): a function of seed and key alone."""
+def raw_words(seed: int, *key: int, count: int) -> np.ndarray:
+    """uint64 random numbers, always the same ones for a seed and a key; the first number of a key names its family."""
     return np.random.Philox(np.random.SeedSequence(seed, spawn_key=key)).random_raw(count)
 
 
 @lru_cache(maxsize=2)
 def _epoch_order(seed: int, epoch: int, length: int) -> np.ndarray:
-    return np.argsort(random_words(seed, _EPOCH, epoch, count=length), kind="stable")
+    return np.argsort(raw_words(seed, _EPOCH, epoch, count=length), kind="stable")

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from icom.data.crops import WORDS, crop
-from icom.data.sampling import random_words
+from icom.data.sampling import raw_words
 
 TORCHVISION = [
     ((64, 64), 48, (48, 48), (0, 0)),
@@ -54,7 +54,7 @@ def test_random_places_are_all_as_likely_and_function_of_the_words() -> None:
     picture = noise(20, 16)  # resized to 10 x 8: three places
     lefts, flips = [], 0
     for number in range(600):
-        words = [int(word) for word in random_words(7, number, count=WORDS)]
+        words = [int(word) for word in raw_words(7, number, count=WORDS)]
         made = crop(picture, 8, center_crop=False, random_flip=True, words=words)
         wanted = window(picture, (10, 8), made.top, made.left, 8)
         torch.testing.assert_close(made.pixels, wanted.flip(-1) if made.flipped else wanted, rtol=0, atol=1e-6)

@@ -26,7 +26,7 @@ class Damage:
 
         Args:
             allowed: share of damaged ones that a run may have (--max_damaged_share).
-            where: they come from, for messages.
+            where: they come from, for messages: "in photos".
         """
         self.read = self.damaged = 0
         self._allowed, self._where = allowed, where
@@ -63,7 +63,7 @@ class Damage:
             return
         if self.damaged > self._allowed * self.read:
             raise IcomError(
-                f"{self.damaged:,} of {self.read:,} samples in {self._where} are damaged, and only "
+                f"{self.damaged:,} of {self.read:,} samples {self._where} are damaged, and only "
                 f"{self._allowed:.2%} may be (--max_damaged_share). The last of them: {self._last}. Mend or remove "
                 "them, or allow more."
             )

@@ -91,7 +91,7 @@ def open_folder(options: DataOptions) -> Folder:
         raise IcomError(
             f"The folder {root} holds no pictures, and neither tars nor parquet files of them (--train_data_dir)."
         )
-    damage = Damage(options.max_damaged_share, str(root))
+    damage = Damage(options.max_damaged_share, f"in {root}")
     entries = []
     for name in pictures:
         row, text = metadata.rows.get(name, {}), posixpath.splitext(name)[0] + ".txt"

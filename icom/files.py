@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import hashlib
 import os
+import re
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from icom.errors import IcomError
+
+if TYPE_CHECKING:
+    import torch
 
 
 def write_atomically(path: Path, content: bytes, option: str = "--output_dir", mode: int = 0o644) -> None:
@@ -64,6 +71,56 @@ def exchange(one: Path, other: Path) -> bool:
     return bool(
         rename(at_working_folder, os.fsencode(one), at_working_folder, os.fsencode(other), rename_exchange) == 0
     )
+
+
+ASIDE = ".old"
+"""Ends the name of a folder whose successor is about to take its place."""
+
+
+def put_in_place(new: Path, target: Path) -> None:
+    """Give a folder its name, so that what has the name is whole at every moment (but for a crash between two renames
+    where the system cannot exchange names: `.NAME.old` is the old one then).
+
+    If there is one of that name already, it is `new` afterwards.
+    """
+    sync_folder(new)
+    if not target.exists():
+        new.rename(target)
+    elif not exchange(new, target):
+        aside = target.with_name(f".{target.name}{ASIDE}")
+        target.rename(aside)
+        new.rename(target)
+        aside.rename(new)
+    sync_folder(target.parent)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file and sync it; tensors are not copied.
+
+    Raises:
+        OSError: the disk is full, or the folder not writable.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata)
+    except SafetensorError as error:  # Rust's, which carries the number in words alone
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file's bytes."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(2**22):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def is_full(error: OSError) -> bool:

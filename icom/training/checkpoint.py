@@ -8,10 +8,8 @@ complete, whenever the process is killed.
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 import json
-import os
 import shlex
 import shutil
 import sys
@@ -24,20 +22,18 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import load_file
 
 from icom.errors import IcomError
-from icom.files import exchange, sync_folder, write_error
+from icom.files import ASIDE, file_digest, put_in_place, write_atomically, write_error, write_tensors
 
 _TENSORS, _STATE = "state.safetensors", "state.json"
-_PARAMETER, _OPTIMIZER = "parameter/", "optimizer/"
+_PARAMETER, _OPTIMIZER, _MEAN = "parameter/", "optimizer/", "mean/"
 """Begin the names of tensors."""
 _TEMPORARY = ".tmp"
 """Ends the name of a folder that is not complete yet, or no longer wanted."""
 VALIDATION = "validation"
 """The folder of validation pictures in --output_dir."""
-_ASIDE = ".old"
-"""Ends the name of a complete one whose successor is about to take its place."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +63,8 @@ class State:
         parameters: name -> what is trained.
         optimizer: name -> what the optimizer keeps of it, as torch's `state_dict` names it.
         choices: the backend's `choices` that led here.
+        mean: name -> exponential mean of a parameter, where there is one.
+        mean_updates: of it.
     """
 
     step: int
@@ -74,6 +72,8 @@ class State:
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
     optimizer: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     choices: dict[str, str] = field(default_factory=dict)
+    mean: dict[str, torch.Tensor] = field(default_factory=dict)
+    mean_updates: int = 0
 
 
 def save_checkpoint(output: Path, state: State, identity: Identity, settings: dict[str, Any]) -> Path:
@@ -88,41 +88,21 @@ def save_checkpoint(output: Path, state: State, identity: Identity, settings: di
     Raises:
         IcomError: disk full or folder not writable; earlier checkpoints are intact.
     """
-    tensors = save(to_tensors(state))
-    document = to_document(state, identity) | {"sha256": hashlib.sha256(tensors).hexdigest()}
-    document |= {"config": settings, "versions": versions()}
+    document = to_document(state, identity) | {"config": settings, "versions": versions()}
     target = output / f"checkpoint-{state.step}"
     temporary = target.with_name(f".{target.name}{_TEMPORARY}")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
-        for name, content in ((_TENSORS, tensors), (_STATE, json.dumps(document, indent=1).encode())):
-            with (temporary / name).open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-        sync_folder(temporary)
-        _put_in_place(temporary, target)
-        sync_folder(output)
+        write_tensors(temporary / _TENSORS, to_tensors(state))
+        document["sha256"] = file_digest(temporary / _TENSORS)
+        write_atomically(temporary / _STATE, json.dumps(document, indent=1).encode())
+        put_in_place(temporary, target)
     except OSError as error:
         mend_checkpoints(output)
         raise write_error(target, error) from error
     shutil.rmtree(temporary, ignore_errors=True)  # what the target was before
     return target
-
-
-def _put_in_place(new: Path, target: Path) -> None:
-    """Give a checkpoint its name. If there is one of that name already, it is `new` afterwards.
-
-    A run that resumed from further back comes by here again.
-    """
-    if not target.exists():
-        new.rename(target)
-    elif not exchange(new, target):
-        aside = target.with_name(f".{target.name}{_ASIDE}")
-        target.rename(aside)
-        new.rename(target)
-        aside.rename(new)
 
 
 def mend_checkpoints(output: Path) -> None:
@@ -131,8 +111,8 @@ def mend_checkpoints(output: Path) -> None:
     Raises nothing: what cannot be mended is in nobody's way.
     """
     with suppress(OSError):
-        for aside in output.glob(f".checkpoint-*{_ASIDE}"):
-            target = aside.with_name(aside.name[1:].removesuffix(_ASIDE))
+        for aside in output.glob(f".checkpoint-*{ASIDE}"):
+            target = aside.with_name(aside.name[1:].removesuffix(ASIDE))
             if target.exists():
                 shutil.rmtree(aside, ignore_errors=True)
             else:
@@ -238,10 +218,10 @@ def load_checkpoint(folder: Path) -> tuple[State, Identity]:
     if _is_accelerates(folder):
         raise _cannot_continue(folder)
     try:
-        content, document = (folder / _TENSORS).read_bytes(), json.loads((folder / _STATE).read_text())
-        if hashlib.sha256(content).hexdigest() != document["sha256"]:
+        document = json.loads((folder / _STATE).read_text())
+        if file_digest(folder / _TENSORS) != document["sha256"]:
             raise ValueError(f"{_TENSORS} was altered or cut")
-        return from_parts(load(content), document)
+        return from_parts(load_file(folder / _TENSORS), document)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         others = [path for path in list_checkpoints(folder.parent) if path.name != folder.name and not _lacking(path)]
         advice = f"Use --resume_from_checkpoint {others[-1].name}" if others else "Start without resuming"
@@ -265,12 +245,14 @@ def to_tensors(state: State) -> dict[str, torch.Tensor]:
     kept = {f"{_PARAMETER}{name}": tensor for name, tensor in state.parameters.items()}
     for name, of_parameter in state.optimizer.items():
         kept |= {f"{_OPTIMIZER}{name}/{what}": tensor for what, tensor in of_parameter.items()}
-    return kept
+    return kept | {f"{_MEAN}{name}": tensor for name, tensor in state.mean.items()}
 
 
 def to_document(state: State, identity: Identity) -> dict[str, Any]:
     """The small part of a checkpoint, for JSON."""
     small = {"step": state.step, "next_sample": state.next_sample, "choices": state.choices}
+    if state.mean_updates:
+        small["mean_updates"] = state.mean_updates
     return small | {"identity": asdict(identity)}
 
 
@@ -292,7 +274,11 @@ def from_parts(tensors: Mapping[str, torch.Tensor], document: Mapping[str, Any])
         elif key.startswith(_OPTIMIZER):
             name, _, what = key.removeprefix(_OPTIMIZER).rpartition("/")
             optimizer.setdefault(name, {})[what] = tensor
-    state = State(document["step"], document["next_sample"], parameters, optimizer, document["choices"])
+    mean = {key.removeprefix(_MEAN): tensor for key, tensor in tensors.items() if key.startswith(_MEAN)}
+    state = State(
+        *(document["step"], document["next_sample"], parameters, optimizer, document["choices"]),
+        *(mean, document.get("mean_updates", 0)),
+    )
     return state, Identity(**document["identity"])
 
 

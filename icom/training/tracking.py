@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from icom.config.train import TrainConfig
-from icom.config.training import SECRETS, settings
+from icom.config.training import SECRETS, RunOptions, settings
 from icom.errors import UsageError
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ def choose(report_to: str) -> list[str]:
     return [report_to]
 
 
-def start(accelerator: Accelerator, config: TrainConfig) -> None:
+def start(accelerator: Accelerator, config: RunOptions, project: str = "textual_inversion") -> None:
     """Open the chosen trackers; W&B and Comet write to disk where they have no key to go online with."""
     options: dict[str, dict[str, Any]] = {
         "wandb": {"dir": config.output_dir},
@@ -61,7 +60,7 @@ def start(accelerator: Accelerator, config: TrainConfig) -> None:
         # W&B and Comet keep the command line with the run.
         sys.argv = [word.replace(secret, "***") for word in sys.argv]
     values = {name: value for name, value in settings(config).items() if isinstance(value, int | float | str | bool)}
-    accelerator.init_trackers("textual_inversion", config=values, init_kwargs=options)
+    accelerator.init_trackers(project, config=values, init_kwargs=options)
 
 
 def log_pictures(accelerator: Accelerator, name: str, images: Sequence[Image.Image], step: int) -> None:

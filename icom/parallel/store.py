@@ -94,9 +94,15 @@ class SignedStore(Store):
         """Until all are there; `get` then tells whose they are."""
         self.unsigned.wait(names, *timeout)
 
-    def forged(self, name: str) -> Forged:
-        """The error for a value that this run's processes cannot have written."""
+    def forged(self, name: str, value: bytes = b"") -> Forged:
+        """The error for a value that this run's processes cannot have written.
+
+        Whichever of two processes reads first tells the user. So the one that has a secret says, too, that the other
+        one has none.
+        """
         own = f"this process's {SECRET}" if self.key else f"an empty key (this process has no {SECRET})"
+        if self.key and _is_signed(value, b"", name):
+            own += f", but with an empty key (who wrote it has no {SECRET})"
         return Forged(
             f"What stands in this run's store at {self.where} under {name!r} is not signed with {own}: nothing of it "
             f"was used. Either the processes were given different {SECRET}s (Open MPI needs -x {SECRET}), or another "
@@ -111,7 +117,10 @@ class SignedStore(Store):
         return sign(self.key, name.encode(), content) + content
 
     def _checked(self, name: str, value: bytes) -> bytes:
-        signature, content = value[:SIGNATURE_BYTES], value[SIGNATURE_BYTES:]
-        if len(value) > MOST_BYTES or not is_signed(signature, self.key, name.encode(), content):
-            raise self.forged(name)
-        return content
+        if len(value) > MOST_BYTES or not _is_signed(value, self.key, name):
+            raise self.forged(name, value)
+        return value[SIGNATURE_BYTES:]
+
+
+def _is_signed(value: bytes, key: bytes, name: str) -> bool:
+    return is_signed(value[:SIGNATURE_BYTES], key, name.encode(), value[SIGNATURE_BYTES:])

@@ -24,7 +24,8 @@ from provisioning.script import Script
 from provisioning.ssh import Login, SshTransport
 
 FAULTS = {"error": "no such luck", "broken connection": "the connection broke"}
-"""Fault -> what is told of it. What the second leaves behind at a step is what the first would at the next one."""
+"""Fault -> what is told of it. What the second leaves behind at a step is what the first would at the next one:
+every third step meets it."""
 
 
 def main(cluster: str) -> None:
@@ -68,7 +69,7 @@ def main(cluster: str) -> None:
     forget_that_keys_were_replaced()
     steps = attempt(-1, "")
     for at in range(steps):
-        for fault, says in FAULTS.items():
+        for fault, says in FAULTS.items() if at % 3 == 0 else [*FAULTS.items()][:1]:
             forget_that_keys_were_replaced()
             try:
                 attempt(at, fault)
@@ -79,7 +80,7 @@ def main(cluster: str) -> None:
         attempt(-1, "")
         for node in nodes:
             assert len(folder.host_keys(node.id)) == 1, folder.known_hosts.read_text()
-    print(f"{steps} ssh steps, at each {' and then '.join(FAULTS)}: the next set-up completed all")
+    print(f"{steps} ssh steps, at each an error, at every third a broken connection too: the next set-up completed all")
 
 
 if __name__ == "__main__":

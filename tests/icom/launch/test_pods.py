@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from tests.support.command import ROOT, Result
 from tests.support.containers import Store, missing, store
 from tests.support.hosts import Cluster, cluster
-from tests.support.mpi import OUTPUT, finish, launch, training_options, write_hosts_file
+from tests.support.mpi import training_options
 from tests.support.pods import JobRun, Nodes
 from tests.support.waiting import wait_until
 
@@ -124,30 +124,22 @@ def alone(icom: Callable[..., Result], folder: Path, batch: int, **options: obje
 
 
 def test_two_pods_train_as_one_process(start: Callable[..., JobRun], icom: Callable[..., Result], volume: Path) -> None:
-    job = start(2)
+    """And so as mpirun does on hosts: tests/icom/launch/test_training_on_hosts.py."""
+    config = volume.parent / "run.yaml"  # becomes a ConfigMap
+    config.write_text("num_vectors: 2\n")
+    job = start(2, config=config)
     assert job.wait() == "Complete", job.logs
     assert "(1 x 2 processes" in job.logs
-    same(learned(volume / "out"), alone(icom, volume.parent / "alone", 2))
+    same(learned(volume / "out"), alone(icom, volume.parent / "alone", 2, num_vectors=2))
     assert {file.stat().st_uid for file in volume.rglob("*")} == {1000}
 
 
 @pytest.mark.long
-def test_three_pods_train_as_mpirun_does_on_hosts(start: Callable[..., JobRun], hosts: Cluster, volume: Path) -> None:
-    config = volume.parent / "run.yaml"  # becomes a ConfigMap
-    config.write_text("train_batch_size: 2\n")
-    job = start(3, config=config, train_batch_size=2)
-    assert job.wait() == "Complete", job.logs
-    write_hosts_file(hosts)
-    run = finish(launch(hosts, train_batch_size=2))
-    assert run.code == 0, run.said
-    same(learned(volume / "out"), learned(hosts[0].path(OUTPUT)))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("victim", [0, 2])
 def test_a_killed_pod_comes_back_and_the_job_goes_on(
-    victim: int, start: Callable[..., JobRun], icom: Callable[..., Result], volume: Path
+    start: Callable[..., JobRun], icom: Callable[..., Result], volume: Path
 ) -> None:
+    """Rank 0's, where the others' store is. Another one's is killed by test_failures_on_hosts.py."""
+    victim = 0
     options = {"max_train_steps": 60, "checkpointing_steps": 5}
     job = start(3, **options)
     wait_until(lambda: steps_of(volume / "out") >= 12 or bool(job.look()))

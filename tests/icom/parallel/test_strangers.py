@@ -162,6 +162,25 @@ def test_only_what_the_run_wrote_under_that_name_is_read() -> None:
         store.add("n", 1)
 
 
+def test_who_reads_first_says_that_one_has_no_secret() -> None:
+    """Of two processes either may be the one that tells; of two secrets nobody says that one is empty."""
+    from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+    plain = HashStore()
+    for name, key in {"empty": b"", "signed": KEY, "other": b"another"}.items():
+        SignedStore(plain, key, "").set(name, b"value")
+    for name, reader, says in [
+        ("empty", KEY, "ICOM_SECRET, but with an empty key (who wrote it has no ICOM_SECRET): nothing"),
+        ("signed", b"", "is not signed with an empty key (this process has no ICOM_SECRET): nothing"),
+        ("other", KEY, "is not signed with this process's ICOM_SECRET: nothing"),
+    ]:
+        with pytest.raises(Forged, match=re.escape(says)):
+            SignedStore(plain, reader, "").get(name)
+    plain.set("moved", plain.get("empty"))
+    with pytest.raises(Forged, match="'moved' is not signed with this process's ICOM_SECRET: nothing"):
+        SignedStore(plain, KEY, "").get("moved")
+
+
 def test_largest_value_arrives_and_torch_hangs_up_on_larger_ones() -> None:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -415,7 +434,9 @@ def test_process_with_another_secret_is_refused(other: str, ranks: StartRanks) -
     told = "".join(result.err for result in results)
     assert "the processes were given different ICOM_SECRETs" in told
     assert "Traceback" not in told and secret not in told and (not other or other not in told)
-    assert ("an empty key (this process has no ICOM_SECRET)" in told) == (not other)
+    # Whichever reads first tells, and ends the other one.
+    says_empty = re.search(r"an empty key \((this process|who wrote it) has no ICOM_SECRET\)", told)
+    assert bool(says_empty) == (not other), told
 
 
 RENDEZVOUS = """

@@ -21,13 +21,14 @@ from icom.config.bench import BenchConfig
 from icom.config.convert import ConvertConfig
 from icom.config.demo import DemoConfig
 from icom.config.doctor import DoctorConfig
+from icom.config.finetune import FinetuneConfig, load_finetune_config
 from icom.config.generate import GenerateConfig
 from icom.config.launch import LaunchEnvConfig, LaunchKubernetesConfig, LaunchMpirunConfig, LaunchSlurmConfig
 from icom.config.loading import read_flags
 from icom.config.params import ParamsConfig
 from icom.config.report import ReportConfig
 from icom.config.train import TrainConfig, load_train_config
-from icom.config.training import to_yaml
+from icom.config.training import RunOptions, to_yaml
 from icom.errors import IcomError
 from icom.files import is_full, write_error
 from icom.names import plain
@@ -49,6 +50,7 @@ from provisioning.config import (
 COMMANDS: dict[str, tuple[Any, str]] = {
     "demo": (DemoConfig, "icom.commands.demo:demo"),
     "train": (TrainConfig, "icom.training.train:train"),
+    "finetune": (FinetuneConfig, "icom.training.finetune:finetune"),
     "generate": (GenerateConfig, "icom.commands.generate:generate"),
     "convert": (ConvertConfig, "icom.methods.embedding_file:convert"),
     "params": (ParamsConfig, "icom.commands.params:params"),
@@ -74,6 +76,7 @@ COMMANDS: dict[str, tuple[Any, str]] = {
 
 FROM_FILES: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "train": load_train_config,
+    "finetune": load_finetune_config,
     "provision": load_provision_config,
 }
 """Commands with --config -> what lays their flags over the file."""
@@ -122,13 +125,13 @@ def run(argv: list[str]) -> None:
         print(f"icom {__version__}")
         return
     config = parse(argv)
-    if isinstance(config, TrainConfig):
+    if isinstance(config, RunOptions):
         # Else every lost connection is followed by pages of C++ stack. Read when torch is first imported.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
         if config.print_config:
             print(to_yaml(config), end="")
             return
-        if config.on:
+        if isinstance(config, TrainConfig) and config.on:
             from provisioning.train_on import train_on
 
             train_on(config)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import tyro
+
 from icom.config.loading import required
 from icom.errors import UsageError
 
@@ -29,7 +31,7 @@ class DataOptions:
     --idx_to_prompt."""
     idx_to_prompt: str | None = None
     """JSON file: class number -> prompt, or a list of prompts, for shards with classes (cls) and no captions."""
-    filters: dict[str, Any] = field(default_factory=dict)
+    filters: tyro.conf.Fixed[dict[str, Any]] = field(default_factory=dict)
     """Which samples are taken, by their metadata: original_width: ">=512", pwatermark: "<=0.5" (docs/data.md)."""
     max_train_samples: int | None = None
     """Take only the first so many samples that pass the filters."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import field, fields
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, get_origin, get_type_hints
 
 from icom.errors import UsageError
 
@@ -25,21 +26,30 @@ def required(example: str) -> Any:
     return field(default="???", metadata={"example": example})  # OmegaConf's mark
 
 
+_DOTTED = re.compile(r"\w+(\.\w+)+=")
+"""Begins a word such as filters.pwatermark=<=0.5, which gives one key of an option that is a mapping."""
+
+
 def read_flags(options: type[DataclassInstance], argv: Sequence[str], program: str) -> dict[str, Any]:
     """The options that stand in `argv`, and no others. tyro prints help (exit 0) and usage errors (exit 2) itself.
 
     Args:
         options: the dataclass. It is not made: flags may be half of what belongs together.
-        argv: without the command's name.
+        argv: without the command's name; words such as `filters.pwatermark=<=0.5` give keys of mappings.
         program: the command's name, for help and errors.
     """
     import tyro
+    from omegaconf import OmegaConf
 
+    words = [word for word in argv if not _DOTTED.match(word)]
+    dotted = OmegaConf.to_container(OmegaConf.from_dotlist([word for word in argv if _DOTTED.match(word)]))
+    assert isinstance(dotted, dict)
     unchecked = type(options.__name__, (options,), {"__doc__": options.__doc__, "__post_init__": lambda self: None})
-    tyro.cli(unchecked, args=argv, prog=program, use_underscores=True)
+    tyro.cli(unchecked, args=words, prog=program, use_underscores=True, config=(tyro.conf.SuppressFixed,))
     # Knows no defaults to show, and returns none.
-    given = TypedDict("given", get_type_hints(options, include_extras=True), total=False)  # type: ignore[misc]
-    return dict(tyro.cli(given, args=argv, use_underscores=True))
+    hints = {name: kind for name, kind in get_type_hints(options).items() if get_origin(kind) is not dict}
+    given = TypedDict("given", hints, total=False)  # type: ignore[misc]
+    return {str(name): value for name, value in dotted.items()} | dict(tyro.cli(given, args=words, use_underscores=True))
 
 
 def layers(flags: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -126,6 +126,14 @@ class Group:
         if self._listener is not None:  # all connections that anybody needs are there
             refuse_newcomers(self._listener)
 
+    def attend(self, communicate: Callable[[], Any]) -> Any:
+        """Call what communicates over the collectives by itself (a backward pass under DDP, say), as `sum` does.
+
+        Raises:
+            IcomError: a process is gone.
+        """
+        return communicate() if self.size == 1 else self._run(communicate)
+
     def sum(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replace tensors by their sums over all processes; same shapes and order everywhere.
 

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from icom.backends import Backend
-    from icom.models.loading import Model
 
 PLACES = {
     *("train_data_dir", "pretrained_model_name_or_path", "tokenizer_name", "initial_embedding"),
@@ -46,6 +45,7 @@ class Start:
     reason: str
     reporters: list[str]
     output: Path
+    notes: list[str] = field(default_factory=list)
 
 
 def begin(config: RunOptions, group: Group, facts: Mapping[str, Mapping[str, object]], until_end: ExitStack) -> Start:
@@ -210,14 +210,14 @@ def make_schedule(
     return schedule
 
 
-def enable_xformers(model: Model) -> None:
+def enable_xformers(unet: Any) -> None:
     """Let the UNet attend with xFormers.
 
     Raises:
         UsageError: it is not installed, or cannot work here.
     """
     try:
-        model.unet.enable_xformers_memory_efficient_attention()
+        unet.enable_xformers_memory_efficient_attention()
     except Exception as error:
         # ModuleNotFoundError without xFormers, ValueError without a GPU.
         raise UsageError(

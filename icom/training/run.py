@@ -133,7 +133,7 @@ def prepare(
     model_digest = loading.weights_digest(model.text_encoder, model.unet) + vae_digest
     method = textual_inversion.attach(model, config, initial_rows)
     if config.enable_xformers_memory_efficient_attention:
-        enable_xformers(model)
+        enable_xformers(model.unet)
     if config.gradient_checkpointing:
         model.unet.train()  # diffusers checkpoints in training mode only; there is no dropout
         model.unet.enable_gradient_checkpointing()

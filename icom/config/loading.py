@@ -49,7 +49,9 @@ def read_flags(options: type[DataclassInstance], argv: Sequence[str], program: s
     # Knows no defaults to show, and returns none.
     hints = {name: kind for name, kind in get_type_hints(options).items() if get_origin(kind) is not dict}
     given = TypedDict("given", hints, total=False)  # type: ignore[misc]
-    return {str(name): value for name, value in dotted.items()} | dict(tyro.cli(given, args=words, use_underscores=True))
+    return {str(name): value for name, value in dotted.items()} | dict(
+        tyro.cli(given, args=words, use_underscores=True)
+    )
 
 
 def layers(flags: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -177,8 +177,8 @@ class Objective:
             return diffusion_loss(
                 network,
                 self.noise_scheduler,
-                latents.to(to.device),
-                of_diffusion.to(to.device),
+                latents.to(to.device, memory_format=torch.channels_last),
+                of_diffusion.to(to.device, memory_format=torch.channels_last),
                 torch.tensor([one.timestep for one in batch], device=to.device),
                 Conditioning(states.to(to.device, to.dtype)),
                 self.snr_gamma,

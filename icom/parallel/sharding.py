@@ -74,6 +74,8 @@ def wrap(unet: Any, parallel: Parallel, dtype: torch.dtype, device: torch.device
         What to call in place of `unet`.
     """
     sharded: torch.nn.Module = unet
+    if parallel in ("one", "ddp"):
+        unet.to(memory_format=torch.channels_last)  # FSDP takes contiguous weights alone
     if parallel == "one":
         return sharded
     if parallel == "ddp":

@@ -272,7 +272,7 @@ def _prepare(
         unet.enable_gradient_checkpointing()
     if config.enable_xformers_memory_efficient_attention:
         enable_xformers(unet)
-    unet.to(backend.device, memory_format=torch.channels_last)
+    unet.to(backend.device)
     numbers = sum(parameter.numel() for parameter in unet.parameters())
     parallel, why = sharding.choose(
         config.parallel, group, numbers, backend.device, ema=config.use_ema and not config.offload_ema

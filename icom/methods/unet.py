@@ -13,7 +13,7 @@ from icom.data.crops import WORDS, crop
 from icom.data.records import Latents, Record
 from icom.data.sampling import raw_words
 from icom.errors import IcomError
-from icom.models.architectures import ARCHITECTURES
+from icom.models.loading import configuration
 from icom.models.parts import VAE, Conditioning
 from icom.training.objective import diffusion_loss
 
@@ -212,7 +212,7 @@ def objective_of(config: FinetuneConfig, source: ModelSource, noise_scheduler: D
         changed |= {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
     if changed:
         noise_scheduler = type(noise_scheduler).from_config(noise_scheduler.config, **changed)
-    values = vae_config(source)
+    values = configuration(source, VAE)
     return Objective(
         noise_scheduler,
         float(values["scaling_factor"]),
@@ -220,14 +220,3 @@ def objective_of(config: FinetuneConfig, source: ModelSource, noise_scheduler: D
         config.noise_offset,
         config.snr_gamma,
     )
-
-
-def vae_config(source: ModelSource) -> dict[str, Any]:
-    """The VAE's configuration, without its weights; what it leaves out has the library's defaults."""
-    with torch.device("meta"):
-        if source.folder:
-            built = VAE.build_from(source.folder)
-        else:
-            architecture = source.architecture or (source.file.architecture if source.file else "")
-            built = VAE.build(ARCHITECTURES[architecture])
-    return dict(built.config)

@@ -254,6 +254,20 @@ def load_tokenizer(source: ModelSource) -> CLIPTokenizer:
     return tokenizer
 
 
+def configuration(model: ModelSource, part: Part) -> dict[str, Any]:
+    """A part's configuration, without its weights; what its file leaves out has the library's defaults."""
+    import torch
+
+    with torch.device("meta"):
+        if model.folder:
+            built = part.build_from(model.folder)
+        else:
+            architecture = model.architecture or (model.file.architecture if model.file else "")
+            built = part.build(ARCHITECTURES[architecture])
+    values: dict[str, Any] = dict(built.config) if part.library == "diffusers" else built.config.to_dict()
+    return values
+
+
 def broken_parts(source: ModelSource, dtype: torch.dtype) -> list[str]:
     """Which parts of a model have weights that are not finite. Loads it anew: those in use may be packed."""
     import torch

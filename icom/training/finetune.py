@@ -32,7 +32,7 @@ from icom.errors import IcomError, UsageError
 from icom.files import make_writable_folder, write_atomically
 from icom.methods.unet import Encoders, Objective, Prepared, Sampler, objective_of
 from icom.models import loading, pipelines
-from icom.models.parts import TEXT_ENCODER, UNET, VAE
+from icom.models.parts import TEXT_ENCODER, VAE
 from icom.parallel import sharding
 from icom.parallel.group import Group, joined
 from icom.parallel.place import find_place
@@ -57,6 +57,7 @@ from icom.training.checkpoint import (
     to_document,
 )
 from icom.training.ema import Decay, Ema, limit_of_half_life
+from icom.training.first_weights import first_unet, weights_in
 from icom.training.loop import Advance, Steps, diverged, loop
 from icom.training.pipeline_folder import write_pipeline
 from icom.training.report import Metrics, grid, loss_curve, save_png
@@ -175,7 +176,7 @@ def _finetune(config: FinetuneConfig, group: Group, until_end: ExitStack) -> Cal
         set_aside(start.output, state.step)
         write_atomically(start.output / "config.yaml", to_yaml(config).encode())
         tracking.start(accelerator, config, "text2image-fine-tune")
-        _say_start(run, start.reason, state)
+        _say_start(run, start, state)
     metrics = Metrics(start.output / "metrics.jsonl", after_step=state.step) if group.leads else None
     with _feed(run, state.next_sample) as feed:
         steps = Steps(
@@ -264,7 +265,7 @@ def _prepare(
     if data.kind == "pictures":
         encoders = _load_encoders(model, backend)
         digests = {"VAE": loading.weights_digest(encoders.vae), "text": loading.weights_digest(encoders.text_encoder)}
-    unet = _load_unet(config, model)
+    unet = first_unet(config, model)
     group.agree("The model", digests | {"UNet": loading.weights_digest(unet)})
     unet.requires_grad_(True)
     unet.train()
@@ -277,7 +278,8 @@ def _prepare(
     parallel, why = sharding.choose(
         config.parallel, group, numbers, backend.device, ema=config.use_ema and not config.offload_ema
     )
-    start.notes.append(f"{parallel}: {why}")
+    if group.size > 1:
+        start.notes.append(f"{parallel}: {why}")
     network = sharding.wrap(unet, parallel, backend.dtype, backend.device)
     optimizer = make_optimizer(config, unet.parameters(), group, fused=True)
     held_back = range(len(data) - config.num_validation_samples, len(data))
@@ -342,20 +344,16 @@ def _load_encoders(model: loading.ModelSource, backend: Backend) -> Encoders:
     return Encoders(vae, tokenizer, text_encoder)
 
 
-def _load_unet(config: FinetuneConfig, model: loading.ModelSource) -> Any:
-    """The UNet that the training starts from, float32, on the CPU."""
-    unet = loading.load_parts(model, torch.float32, (UNET,))["unet"]
-    return unet
-
-
 def _make_ema(config: FinetuneConfig, unet: Any, device: torch.device) -> Ema | None:
     if not config.use_ema:
         return None
     limit = limit_of_half_life(config.ema_half_life) if config.ema_half_life else config.ema_decay
     kept = torch.device("cpu") if config.offload_ema else device
-    weights = {
-        name: tensor.to(kept, copy=True) for name, tensor in sharding.local(dict(unet.named_parameters())).items()
-    }
+    parameters = dict(unet.named_parameters())
+    weights = {name: tensor.to(kept, copy=True) for name, tensor in sharding.local(parameters).items()}
+    if config.ema_from:
+        for name, value in weights_in(Path(config.ema_from), unet, mean=True).items():
+            sharding.put(weights[name], value, parameters[name])
     return Ema(Decay(limit, config.ema_warmup), weights)
 
 
@@ -527,17 +525,19 @@ def _diverged(run: FinetuneRun, step: int, loss: float) -> IcomError:
     return diverged(run.output, step, loss, run.config.learning_rate / 10)
 
 
-def _say_start(run: FinetuneRun, reason: str, state: State) -> None:
+def _say_start(run: FinetuneRun, start: Start, state: State) -> None:
     config = run.config
     numbers = sum(parameter.numel() for parameter in run.unet.parameters())
     resumed = f" · resumed after step {state.step}" if state.step else ""
     over = f" over {run.group.collectives}" if run.group.collectives else ""
     mean = " and their mean" if run.ema else ""
     print(
-        f"icom: {run.backend.describe()} ({reason}) · {numbers / 1e6:,.1f} M trainable numbers{mean} · "
+        f"icom: {run.backend.describe()} ({start.reason}) · {numbers / 1e6:,.1f} M trainable numbers{mean} · "
         f"{run.data.describe()} · total batch {run.samples_per_step} ({config.train_batch_size} x "
         f"{run.group.size} processes{over} x {config.gradient_accumulation_steps} accumulated) · seed "
         f"{config.seed}{resumed}",
+        *(f"icom: {note}" for note in start.notes),
+        sep="\n",
         flush=True,
     )
 

@@ -18,11 +18,11 @@ from icom.models.parts import VAE, Conditioning
 from icom.training.objective import diffusion_loss
 
 if TYPE_CHECKING:
-    from diffusers import AutoencoderKL, DDPMScheduler
-    from transformers import CLIPTextModel, CLIPTokenizer
+    from diffusers import DDPMScheduler
 
     from icom.backends import Backend
     from icom.config.finetune import FinetuneConfig
+    from icom.data.encode import Encoders
     from icom.models.loading import ModelSource
 
 _SAMPLE, _VALIDATION = 6, 7  # families of random streams; icom.data.sampling and icom.data.order have those before
@@ -90,38 +90,6 @@ class Sampler:
             pixels,
             record.latents,
         )
-
-
-@dataclass
-class Encoders:
-    """VAE, tokenizer and text encoder, frozen and on the device."""
-
-    vae: AutoencoderKL
-    tokenizer: CLIPTokenizer
-    text_encoder: CLIPTextModel
-
-    @torch.no_grad()
-    def encode(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean and standard deviation of the VAE's posterior, float32 (batch, channels, height / 8, width / 8).
-
-        Args:
-            pixels: float32 (batch, 3, height, width) in [-1, 1].
-        """
-        posterior = self.vae.encode(pixels.to(self.vae.device, self.vae.dtype)).latent_dist
-        return posterior.mean.float(), posterior.std.float()
-
-    @torch.no_grad()
-    def states(self, captions: Sequence[str]) -> torch.Tensor:
-        """The text encoder's states, (batch, context length, width); longer captions are cut."""
-        ids = self.tokenizer(
-            list(captions),
-            padding="max_length",
-            truncation=True,
-            max_length=self.tokenizer.model_max_length,
-            return_tensors="pt",
-        ).input_ids
-        states: torch.Tensor = self.text_encoder(ids.to(self.text_encoder.device))[0]
-        return states
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ import torch
 from icom.commands.generate import draw
 from icom.config.finetune import FinetuneConfig
 from icom.config.training import settings, to_yaml
+from icom.data.encode import Encoders, load_encoders
 from icom.data.feed import Feed
 from icom.data.order import Order
 from icom.data.records import Source
@@ -30,9 +31,8 @@ from icom.data.sources import open_source
 from icom.engine.memory import keep_freed_memory
 from icom.errors import IcomError, UsageError
 from icom.files import make_writable_folder, write_atomically
-from icom.methods.unet import Encoders, Objective, Prepared, Sampler, objective_of
+from icom.methods.unet import Objective, Prepared, Sampler, objective_of
 from icom.models import loading, pipelines
-from icom.models.parts import TEXT_ENCODER, VAE
 from icom.parallel import sharding
 from icom.parallel.group import Group, joined
 from icom.parallel.place import find_place
@@ -263,7 +263,7 @@ def _prepare(
     objective = objective_of(config, model, loading.load_scheduler(model))
     encoders, digests = None, {}
     if data.kind == "pictures":
-        encoders = _load_encoders(model, backend)
+        encoders = load_encoders(model, backend)
         digests = {"VAE": loading.weights_digest(encoders.vae), "text": loading.weights_digest(encoders.text_encoder)}
     unet = first_unet(config, model)
     group.agree("The model", digests | {"UNet": loading.weights_digest(unet)})
@@ -332,16 +332,6 @@ def _without(runs: Sequence[range], last: int) -> Iterator[range]:
     for run in runs:
         if run.start < end:
             yield range(run.start, min(run.stop, end))
-
-
-def _load_encoders(model: loading.ModelSource, backend: Backend) -> Encoders:
-    tokenizer = loading.load_tokenizer(model)
-    parts = loading.load_parts(model, backend.dtype, (TEXT_ENCODER, VAE), tokenizer)
-    text_encoder, vae = parts["text_encoder"], parts["vae"]
-    text_encoder.to(backend.device)
-    vae.to(backend.device, memory_format=torch.channels_last)
-    tokenizer.model_max_length = min(tokenizer.model_max_length, text_encoder.config.max_position_embeddings)
-    return Encoders(vae, tokenizer, text_encoder)
 
 
 def _make_ema(config: FinetuneConfig, unet: Any, device: torch.device) -> Ema | None:
@@ -509,7 +499,7 @@ def _validation_loss(run: FinetuneRun) -> float:
 
 def _draw(run: FinetuneRun) -> list[Any]:
     assert run.config.seed is not None
-    encoders = run.encoders or _load_encoders(run.model, run.backend)
+    encoders = run.encoders or load_encoders(run.model, run.backend)
     model = loading.Model(
         run.model, encoders.tokenizer, encoders.text_encoder, encoders.vae, run.unet, run.objective.noise_scheduler
     )

@@ -26,6 +26,7 @@ from icom.config.generate import GenerateConfig
 from icom.config.launch import LaunchEnvConfig, LaunchKubernetesConfig, LaunchMpirunConfig, LaunchSlurmConfig
 from icom.config.loading import read_flags
 from icom.config.params import ParamsConfig
+from icom.config.precompute import PrecomputeConfig, VerifyConfig, load_precompute_config
 from icom.config.report import ReportConfig
 from icom.config.train import TrainConfig, load_train_config
 from icom.config.training import RunOptions, to_yaml
@@ -51,6 +52,8 @@ COMMANDS: dict[str, tuple[Any, str]] = {
     "demo": (DemoConfig, "icom.commands.demo:demo"),
     "train": (TrainConfig, "icom.training.train:train"),
     "finetune": (FinetuneConfig, "icom.training.finetune:finetune"),
+    "data precompute": (PrecomputeConfig, "icom.data.precompute:precompute"),
+    "data verify": (VerifyConfig, "icom.data.precompute:verify"),
     "generate": (GenerateConfig, "icom.commands.generate:generate"),
     "convert": (ConvertConfig, "icom.methods.embedding_file:convert"),
     "params": (ParamsConfig, "icom.commands.params:params"),
@@ -77,11 +80,15 @@ COMMANDS: dict[str, tuple[Any, str]] = {
 FROM_FILES: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "train": load_train_config,
     "finetune": load_finetune_config,
+    "data precompute": load_precompute_config,
     "provision": load_provision_config,
 }
 """Commands with --config -> what lays their flags over the file."""
 
-GROUPS = {"launch": "Train on several machines: with mpirun, under Slurm, or in pods of Kubernetes."}
+GROUPS = {
+    "data": "Get captioned pictures ready for training: what VAE and text encoder make of them, before it.",
+    "launch": "Train on several machines: with mpirun, under Slurm, or in pods of Kubernetes.",
+}
 """First word of the commands with two -> what they are for."""
 
 
@@ -125,9 +132,10 @@ def run(argv: list[str]) -> None:
         print(f"icom {__version__}")
         return
     config = parse(argv)
-    if isinstance(config, RunOptions):
+    if isinstance(config, RunOptions | PrecomputeConfig):
         # Else every lost connection is followed by pages of C++ stack. Read when torch is first imported.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    if isinstance(config, RunOptions):
         if config.print_config:
             print(to_yaml(config), end="")
             return
@@ -152,8 +160,10 @@ def parse(argv: list[str]) -> Any:
 
     if os.environ.get("NO_COLOR"):  # no-color.org; rich heeds it, tyro does not
         tyro._experimental_options["ansi_codes"] = False
-    if argv and (load := FROM_FILES.get(argv[0])):
-        return load(read_flags(COMMANDS[argv[0]][0], argv[1:], f"icom {argv[0]}"))
+    for words in (1, 2):
+        name = " ".join(argv[:words])
+        if load := FROM_FILES.get(name):
+            return load(read_flags(COMMANDS[name][0], argv[words:], f"icom {name}"))
     # By first word: the command itself, or the union of those below it.
     commands: dict[str, Any] = {}
     for name, (options, _) in COMMANDS.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 from icom.data.records import DamagedRecord
 from icom.errors import IcomError
@@ -36,6 +37,13 @@ class Damage:
     def good(self, count: int = 1) -> None:
         """Records were read that are good."""
         self.read += count
+
+    def known(self, good: int, damaged: Sequence[DamagedRecord]) -> None:
+        """Records that were read before, and named then."""
+        self.read += good + len(damaged)
+        self.damaged += len(damaged)
+        self._known.update(record.key for record in damaged)
+        self._last = str(damaged[-1]) if damaged else self._last
 
     def bad(self, record: DamagedRecord) -> None:
         """A record is damaged: say so, if it is one of the first that are."""

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, overload
 
+from icom.data.crops import mirrors
+
 if TYPE_CHECKING:
     import torch
     from PIL import Image
@@ -33,6 +35,36 @@ class Latents:
 
 
 @dataclass(frozen=True)
+class Crops:
+    """What the frozen encoders made of a picture's crops and of its caption.
+
+    Attributes:
+        mean, std: of the VAE's posteriors, float32 (crops, mirrors, channels, height / 8, width / 8), not scaled. Where
+            there are two mirrors, the second is of the picture with left and right exchanged.
+        states: as in `Latents`.
+        places: (top, left) of each crop in the resized picture, in pixels.
+        size: (width, height) of the picture itself, in pixels.
+    """
+
+    mean: torch.Tensor
+    std: torch.Tensor
+    states: torch.Tensor
+    places: tuple[tuple[int, int], ...]
+    size: tuple[int, int]
+
+    def choose(self, words: Sequence[int], *, random_flip: bool) -> Latents:
+        """One of the crops.
+
+        Args:
+            words: as `icom.data.crops.crop` takes them; where the middle alone was kept, both choose the same.
+            random_flip: the words choose between the mirrors, too, where there are two.
+        """
+        place = int(words[0]) % self.mean.shape[0]
+        mirror = int(random_flip and self.mean.shape[1] == 2 and mirrors(words))
+        return Latents(self.mean[place, mirror], self.std[place, mirror], self.states)
+
+
+@dataclass(frozen=True)
 class Record:
     """A picture and its caption, or what encoders made of them: exactly one of `picture` and `latents` is set.
 
@@ -46,7 +78,7 @@ class Record:
     key: str
     caption: str
     picture: Image.Image | None = None
-    latents: Latents | None = None
+    latents: Crops | None = None
 
 
 class DamagedRecord(Exception):
@@ -54,7 +86,7 @@ class DamagedRecord(Exception):
 
     def __init__(self, key: str, reason: str) -> None:
         super().__init__(f"{key}: {reason}")
-        self.key = key
+        self.key, self.reason = key, reason
 
 
 class Singles(Sequence[range]):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from icom.config.data import DataOptions
 from icom.data.folder import open_folder
+from icom.data.latent_set import open_latents
 from icom.data.records import Source
 from icom.data.synthetic import open_synthetic
+from icom.errors import UsageError
 
 
 def open_source(options: DataOptions) -> Source:
@@ -17,4 +21,11 @@ def open_source(options: DataOptions) -> Source:
     """
     if options.train_data_dir.startswith("synthetic:"):
         return open_synthetic(options.train_data_dir)
+    if latents := open_latents(Path(options.train_data_dir).expanduser()):
+        if options.filters or options.max_train_samples is not None:
+            raise UsageError(
+                f"{options.train_data_dir} holds latents, and --filters and --max_train_samples choose pictures: give "
+                "them to `icom data precompute`."
+            )
+        return latents
     return open_folder(options)

@@ -72,14 +72,16 @@ class Sampler:
         family = _VALIDATION if self.validation else _SAMPLE
         words = raw_words(self.seed, family, sample, count=WORDS + 3)
         dropped = not self.validation and float(words[WORDS]) < self.caption_dropout_rate * 2.0**64
+        place = [int(word) for word in words[:WORDS]]
+        random_flip = self.random_flip and not self.validation
         pixels = None
         if record.picture is not None:
             pixels = crop(
                 record.picture,
                 self.resolution,
                 center_crop=self.center_crop or self.validation,
-                random_flip=self.random_flip and not self.validation,
-                words=[int(word) for word in words[:WORDS]],
+                random_flip=random_flip,
+                words=place,
                 interpolation=self.interpolation,
             ).pixels
         return Prepared(
@@ -88,7 +90,7 @@ class Sampler:
             int(words[WORDS + 1] % np.uint64(self.timesteps)),
             int(words[WORDS + 2] >> np.uint64(1)),
             pixels,
-            record.latents,
+            None if record.latents is None else record.latents.choose(place, random_flip=random_flip),
         )
 
 

@@ -23,8 +23,9 @@ import torch
 from icom.commands.generate import draw
 from icom.config.finetune import FinetuneConfig
 from icom.config.training import settings, to_yaml
-from icom.data.encode import Encoders, load_encoders
+from icom.data.encode import Encoders, encoder_digests, load_encoders
 from icom.data.feed import Feed
+from icom.data.latent_set import LatentSource
 from icom.data.order import Order
 from icom.data.records import Source
 from icom.data.sources import open_source
@@ -125,7 +126,7 @@ class FinetuneRun:
     @cached_property
     def empty(self) -> torch.Tensor | None:
         """The empty caption's states, where the data are latents."""
-        return getattr(self.data, "empty", None)
+        return self.data.empty if isinstance(self.data, LatentSource) else None
 
     def shown_weights(self) -> Any:
         """Context in which the UNet has the weights that people want: the mean, where there is one."""
@@ -155,6 +156,8 @@ def finetune(config: FinetuneConfig) -> None:
 def _finetune(config: FinetuneConfig, group: Group, until_end: ExitStack) -> Callable[[float], None] | None:
     """All that the processes do together; returns what is left to rank 0, to be called with the time of the start."""
     data = open_source(config)
+    if isinstance(data, LatentSource):
+        data = data.at(config.resolution, center_crop=config.center_crop, random_flip=config.random_flip)
     start = begin(config, group, {"The data": {"digest": data.digest}}, until_end)
     saved = _read_checkpoint(config, start.output, group)
     model = loading.find(
@@ -163,6 +166,8 @@ def _finetune(config: FinetuneConfig, group: Group, until_end: ExitStack) -> Cal
         revision=config.revision,
         variant=config.variant,
     )
+    if isinstance(data, LatentSource):
+        data.made_with.check_encoders(encoder_digests(model), data.folder, model.name)
     accelerator = start_accelerate(config, start.backend, group, start.precision, start.reporters)
     config = _settle(config, group, model.name, start, saved, len(data))
     run = _prepare(config, start, accelerator, group, model, data, saved[0].step if saved else 0)

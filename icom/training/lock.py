@@ -29,7 +29,7 @@ def only_run_in(output: Path) -> Iterator[None]:
     path = output / RUNNING
     descriptor = None
     try:
-        descriptor = _locked(path)
+        descriptor = locked(path)
         os.ftruncate(descriptor, 0)
         os.write(descriptor, json.dumps(_this_process()).encode())
     except BlockingIOError:
@@ -49,7 +49,7 @@ def only_run_in(output: Path) -> Iterator[None]:
     finally:
         if descriptor is not None:
             with suppress(OSError):
-                path.unlink()  # while it is locked, see _locked
+                path.unlink()  # while it is locked, see `locked`
             os.close(descriptor)
 
 
@@ -70,7 +70,7 @@ def is_running(output: Path) -> bool:
     return False
 
 
-def _locked(path: Path) -> int:
+def locked(path: Path) -> int:
     """Open and lock the file; the descriptor, which is the lock.
 
     Raises:

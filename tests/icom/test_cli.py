@@ -96,6 +96,14 @@ SURFACE = {
             "grid",
         ),
     },
+    "data precompute": {
+        *("train_data_dir", "index", "image_column", "caption_column", "idx_to_prompt", "filters", "max_train_samples"),
+        *("max_damaged_share", "cache_dir", "pretrained_model_name_or_path", "tokenizer_name", "revision", "variant"),
+        *("output_dir", "resolution", "center_crop", "crops_per_picture", "random_flip", "image_interpolation_mode"),
+        *("dtype", "format", "samples_per_shard", "seed", "part", "batch_size", "dataloader_num_workers", "backend"),
+        *("mixed_precision", "config"),
+    },
+    "data verify": {"folder"},
     "demo": {"concept", "max_train_steps", "num_images", "backend", "seed", "output_dir"},
     "convert": {"embedding", "output"},
     "params": {"model", "json"},
@@ -138,6 +146,7 @@ SURFACE = {
 """People's scripts rely on these: adding one means adding it here, removing one is a breaking change."""
 
 POSITIONAL = {
+    "data verify": {"folder"},
     "convert": {"embedding"},
     "params": {"model"},
     "launch mpirun": {"training_options"},

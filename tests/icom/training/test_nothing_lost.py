@@ -23,6 +23,7 @@ from icom.data.images import BUNDLED_CONCEPTS
 from icom.models.loading import BUNDLE
 from icom.training.checkpoint import list_checkpoints, load_checkpoint
 from tests.support.command import ROOT, Result, Run, assert_message, start_process, train_arguments
+from tests.support.small_disk import on_a_disk
 from tests.support.waiting import handles, wait_until
 
 LATEST = {"resume_from_checkpoint": "latest"}
@@ -175,21 +176,9 @@ def test_model_with_a_weight_that_is_not_finite(train: Run, tmp_path: Path) -> N
 
 
 def run_on_a_disk(folder: Path, script: str) -> Result:
-    """Run a shell script that may mount on `folder`; what it mounts is this script's alone and goes with it."""
-    unshare = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--mount"]
-    if shutil.which("unshare") is None or subprocess.run([*unshare, "true"], check=False).returncode:
-        pytest.skip("may not mount here")
-    folder.mkdir()
+    """A training into `folder`/out, as $TRAIN; see tests/support/small_disk.py."""
     words = train_arguments(max_train_steps=400, checkpointing_steps=20, output_dir=folder / "out")
-    done = subprocess.run(
-        [*unshare, "sh", "-euc", script],
-        check=False,
-        cwd=ROOT,
-        env=os.environ | {"DISK": str(folder), "TRAIN": shlex.join([sys.executable, "-m", "icom", *words])},
-        capture_output=True,
-        text=True,
-    )
-    return Result(done.returncode, done.stdout, done.stderr)
+    return on_a_disk(folder, script, TRAIN=shlex.join([sys.executable, "-m", "icom", *words]))
 
 
 KEEP = """

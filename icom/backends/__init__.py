@@ -20,6 +20,8 @@ from icom.files import cache_folder, write_atomically, write_error
 from icom.parallel.place import SINGLE_PROCESS, Place
 
 if TYPE_CHECKING:
+    from diffusers import UNet2DConditionModel
+
     from icom.models.loading import Model
 
 NAMES: tuple[BackendName, ...] = ("cpu", "ipex", "cuda")
@@ -50,8 +52,11 @@ class Backend(Protocol):
     def prepare(self, model: Model) -> None:
         """Move the frozen modules to the device, in the layout and precision that is fastest there."""
 
+    def prepare_training(self, unet: UNet2DConditionModel) -> None:
+        """Make a UNet that is trained, float32 and on the device, as fast as its layers allow that stay as they are."""
+
     def autocast(self) -> AbstractContextManager[object]:
-        """Context in which the text encoder runs."""
+        """Context in which the text encoder runs, and a UNet that is trained."""
 
     def describe(self) -> str:
         """One phrase for the user: engine, instruction set, precision, threads."""

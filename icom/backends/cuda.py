@@ -14,6 +14,8 @@ from icom.errors import UsageError
 from icom.parallel.place import SINGLE_PROCESS, Place
 
 if TYPE_CHECKING:
+    from diffusers import UNet2DConditionModel
+
     from icom.models.loading import Model
 
 AMPERE = (8, 0)
@@ -87,6 +89,9 @@ class CudaBackend:
         matrices_to(model.text_encoder, self.dtype)
         if self.compiled:
             model.unet.compile()
+
+    def prepare_training(self, unet: UNet2DConditionModel) -> None:
+        """Nothing: PyTorch's own attention is flash there."""
 
     def autocast(self) -> AbstractContextManager[object]:
         """bf16 autocast, or nothing in float32."""

@@ -27,6 +27,8 @@ from icom.errors import UsageError
 from icom.parallel.place import SINGLE_PROCESS, Place
 
 if TYPE_CHECKING:
+    from diffusers import UNet2DConditionModel
+
     from icom.models.loading import Model
 
 DISTRIBUTION = "intel-extension-for-pytorch"
@@ -81,6 +83,10 @@ class IpexBackend:
             self.choices = attention.made
             replace_attention(model.unet, attention.attend)
         matrices_to(model.text_encoder, self.dtype)
+
+    def prepare_training(self, unet: UNet2DConditionModel) -> None:
+        """Raises: UsageError: ipex.optimize is for frozen models here."""
+        raise UsageError("--backend ipex is for frozen models; use --backend cpu to train the UNet.")
 
     def autocast(self) -> AbstractContextManager[object]:
         """bf16 autocast, or nothing in float32."""

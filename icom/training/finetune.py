@@ -170,7 +170,7 @@ def _finetune(config: FinetuneConfig, group: Group, until_end: ExitStack) -> Cal
         data.made_with.check_encoders(encoder_digests(model), data.folder, model.name)
     accelerator = start_accelerate(config, start.backend, group, start.precision, start.reporters)
     config = _settle(config, group, model.name, start, saved, len(data))
-    run = _prepare(config, start, accelerator, group, model, data, saved[0].step if saved else 0)
+    run = _prepare(config, start, accelerator, group, model, data, saved[0] if saved else None)
     state = State(0, 0)
     if saved:
         assert config.max_train_steps is not None
@@ -261,7 +261,7 @@ def _prepare(
     group: Group,
     model: loading.ModelSource,
     data: Source,
-    after_step: int,
+    saved: State | None,
 ) -> FinetuneRun:
     assert config.seed is not None
     backend = start.backend
@@ -279,6 +279,9 @@ def _prepare(
     if config.enable_xformers_memory_efficient_attention:
         enable_xformers(unet)
     unet.to(backend.device)
+    backend.prepare_training(unet)
+    backend.choices.update(saved.choices if saved else {})
+    _agree_on_choices(config, backend, group, unet)
     numbers = sum(parameter.numel() for parameter in unet.parameters())
     parallel, why = sharding.choose(
         config.parallel, group, numbers, backend.device, ema=config.use_ema and not config.offload_ema
@@ -325,7 +328,7 @@ def _prepare(
         Order(list(_without(data.runs, len(held_back))), config.seed),
         sampler,
         optimizer,
-        make_schedule(config, optimizer, after_step),
+        make_schedule(config, optimizer, saved.step if saved else 0),
         _make_ema(config, unet, backend.device),
         identity,
     )
@@ -337,6 +340,17 @@ def _without(runs: Sequence[range], last: int) -> Iterator[range]:
     for run in runs:
         if run.start < end:
             yield range(run.start, min(run.stop, end))
+
+
+def _agree_on_choices(config: FinetuneConfig, backend: Backend, group: Group, unet: Any) -> None:
+    """Let all processes compute alike: the first one chooses in a forward pass that is thrown away."""
+    if group.leads:
+        side, batch = config.resolution // 8, config.train_batch_size
+        noisy = torch.zeros(batch, unet.config.in_channels, side, side, device=backend.device)
+        states = torch.zeros(batch, 77, unet.config.cross_attention_dim, device=backend.device, dtype=backend.dtype)
+        with backend.autocast():
+            unet(noisy, torch.zeros(batch, dtype=torch.int64, device=backend.device), states)
+    backend.choices.update(json.loads(group.broadcast(json.dumps(backend.choices).encode() if group.leads else None)))
 
 
 def _make_ema(config: FinetuneConfig, unet: Any, device: torch.device) -> Ema | None:
@@ -443,7 +457,6 @@ def _gather(run: FinetuneRun, parameters: dict[str, torch.nn.Parameter], state: 
 
 def _restore(run: FinetuneRun, state: State) -> None:
     """Put a checkpoint's numbers where `_gather` took them from: tensor by tensor, so that nobody needs them twice."""
-    run.backend.choices.update(state.choices)
     group = run.group
     for name, parameter in run.parameters.items():
         mine = None

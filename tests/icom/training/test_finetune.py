@@ -115,7 +115,8 @@ def plain_loop() -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.
             captions.append(prepared.caption)
         kept = torch.tensor(left[timesteps], dtype=torch.float64).view(-1, 1, 1, 1)
         noisy = kept.sqrt() * torch.stack(latents) + (1 - kept).sqrt() * torch.stack(noises)
-        ids = tokenizer(captions, padding="max_length", truncation=True, max_length=CONTEXT, return_tensors="pt").input_ids
+        options = {"padding": "max_length", "truncation": True, "max_length": CONTEXT, "return_tensors": "pt"}
+        ids = tokenizer(captions, **options).input_ids
         with torch.no_grad():
             states = text_encoder(ids)[0]
         predicted = unet(noisy.float(), torch.tensor(timesteps), states).sample

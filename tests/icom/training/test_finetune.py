@@ -6,9 +6,12 @@ Guards icom.training.finetune, icom.methods.unet, icom.parallel.sharding and ico
 from __future__ import annotations
 
 import json
+import signal
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,8 +23,10 @@ from icom.data.order import Order
 from icom.data.sources import open_source
 from icom.methods.unet import Sampler
 from icom.models.loading import BUNDLE
-from tests.support.command import Result, long
+from icom.training.ema import Decay, Ema, limit_of_half_life
+from tests.support.command import Result, assert_message, assert_refused, long, start_process
 from tests.support.ranks import Ranks
+from tests.support.waiting import wait_until
 
 STEPS = 30
 CONTEXT = 77
@@ -66,6 +71,11 @@ def part(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tenso
 
 def losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps_of(folder: Path) -> int:
+    """Logged so far."""
+    return len(losses(folder)) if (folder / "metrics.jsonl").exists() else 0
 
 
 def assert_near(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], most: float) -> None:
@@ -166,3 +176,168 @@ def test_several_processes_are_a_plain_loop(count: int, parallel: str, tmp_path:
     assert [result.code for result in results] == [0] * count, results
     assert f"icom: {parallel}: asked for" in results[0].out
     assert_as_plain(group.folders[0] / "out")
+
+
+SHORT: dict[str, object] = {
+    "train_data_dir": "synthetic:24",
+    "train_batch_size": 1,
+    "gradient_accumulation_steps": 2,
+    "max_train_steps": 12,
+    "checkpointing_steps": 2,
+    "learning_rate": "1e-3",
+    "random_flip": True,
+    "noise_offset": 0.1,
+    "snr_gamma": 5,
+}
+
+
+def assert_same(found: Path, wanted: Path, step: int) -> None:
+    """Weights, mean and optimizer, to the bit; the losses too."""
+    one, other = checkpoint(found, step), checkpoint(wanted, step)
+    assert one.keys() == other.keys()
+    assert not [name for name in one if not torch.equal(one[name], other[name])]
+    assert losses(found) == losses(wanted)
+
+
+def test_stopped_and_resumed_is_the_same_run(tmp_path: Path, icom: Callable[..., Result]) -> None:
+    """SIGTERM in the middle of an epoch; the raw weights go on from the raw weights, and the mean from the mean."""
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert icom(*arguments(output_dir=whole, **SHORT)).code == 0
+    process = start_process(*arguments(output_dir=stopped, **SHORT))
+    wait_until(lambda: process.poll() is not None or steps_of(stopped) > 2)
+    process.send_signal(signal.SIGTERM)
+    _, told = process.communicate()
+    assert process.returncode == 128 + signal.SIGTERM, told
+    assert "Continue with the same command and --resume_from_checkpoint latest" in told
+    pipeline = load_file(stopped / "current_pipeline" / "unet" / "diffusion_pytorch_model.safetensors")
+    assert pipeline.keys() == part(checkpoint(whole, 12), "mean/").keys()
+    result = icom(*arguments(output_dir=stopped, resume_from_checkpoint="latest", **SHORT))
+    assert result.code == 0
+    assert "resumed after step" in result.out
+    assert_same(stopped, whole, 12)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("parallel", ["ddp", "full_shard"])
+def test_kill_9_at_random_moments_of_two_processes(parallel: str, tmp_path: Path) -> None:
+    """All processes, one of them, at any moment: whatever was being written, the run ends with the same weights."""
+    steps = 40
+    words = arguments(output_dir="out", parallel=parallel, **SHORT | {"max_train_steps": steps})
+    whole = Ranks(tmp_path / "whole", 2, "-m", "icom", *words)
+    assert [result.code for result in whole.results()] == [0, 0]
+    chance = np.random.default_rng(11)
+    kills = 5
+    killed = tmp_path / "killed"
+    for kill in range(kills):
+        group = Ranks(killed, 2, "-m", "icom", *words, "--resume_from_checkpoint=latest")
+        out = group.folders[0] / "out"
+        done = steps_of(out)
+        try:
+            group.wait_for_steps(min(done + 3, steps - 1))
+            time.sleep(chance.uniform(0, 0.6))
+            for process in group.processes if kill % 2 else group.processes[1:]:
+                process.kill()
+            codes = [result.code for result in group.results()]
+        finally:
+            group.end()
+        assert -signal.SIGKILL in codes, "the run was over before it was killed: raise its steps"
+        if kill % 2 == 0:
+            assert codes == [75, -signal.SIGKILL]  # who lost another one is worth another try
+    last = Ranks(killed, 2, "-m", "icom", *words, "--resume_from_checkpoint=latest")
+    results = last.results()
+    assert [result.code for result in results] == [0, 0], results
+    assert_same(last.folders[0] / "out", whole.folders[0] / "out", steps)
+
+
+def test_mean_is_diffusers_ema_model() -> None:
+    from diffusers.training_utils import EMAModel
+
+    for warmup, limit in ((False, 0.9999), (False, 0.5), (True, 0.9), (False, limit_of_half_life(20))):
+        torch.manual_seed(0)
+        theirs_of = [torch.nn.Parameter(torch.randn(5, 3)), torch.nn.Parameter(torch.randn(4))]
+        theirs = EMAModel(theirs_of, decay=limit, use_ema_warmup=warmup)
+        ours = Ema(Decay(limit, warmup), {str(n): p.detach().clone() for n, p in enumerate(theirs_of)})
+        for _ in range(60):
+            with torch.no_grad():
+                for parameter in theirs_of:
+                    parameter.add_(torch.randn_like(parameter))
+            theirs.step(theirs_of)
+            ours.update({str(n): p for n, p in enumerate(theirs_of)})
+        for mean, wanted in zip(ours.weights.values(), theirs.shadow_params, strict=True):
+            assert torch.allclose(mean, wanted, rtol=0, atol=1e-5)
+    assert limit_of_half_life(20) ** 20 == pytest.approx(0.5)
+
+
+def test_min_snr_is_the_papers(tmp_path: Path) -> None:
+    """Weights of Hang et al.: for noise min(SNR, 5) / SNR, for velocity min(SNR, 5) / (SNR + 1)."""
+    from diffusers import DDPMScheduler
+
+    from icom.models.parts import Conditioning
+    from icom.training.objective import diffusion_loss
+
+    class Zero(torch.nn.Module):
+        def forward(self, noisy: torch.Tensor, *_: Any, **__: Any) -> Any:
+            return type("Output", (), {"sample": torch.zeros_like(noisy)})
+
+    for kind, zero_snr in (("epsilon", False), ("v_prediction", False), ("v_prediction", True)):
+        scheduler = DDPMScheduler(prediction_type=kind, beta_schedule="scaled_linear", rescale_betas_zero_snr=zero_snr)
+        timesteps = torch.tensor([3, 400, 999])
+        latents, noise = torch.randn(2, 3, 4, 8, 8)
+        left = scheduler.alphas_cumprod[timesteps].double()
+        snr = left / (1 - left)
+        keep, add = left.sqrt().view(-1, 1, 1, 1), (1 - left).sqrt().view(-1, 1, 1, 1)
+        target = noise if kind == "epsilon" else keep * noise - add * latents
+        weight = snr.clamp(max=5) / (snr if kind == "epsilon" else snr + 1)
+        wanted = (weight * target.double().square().mean(dim=(1, 2, 3))).mean()
+        states = Conditioning(torch.zeros(3, 1, 1))
+        found = diffusion_loss(Zero(), scheduler, latents, noise, timesteps, states, 5.0)  # type: ignore[arg-type]
+        assert float(found) == pytest.approx(float(wanted), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "parts"),
+    [
+        ({"max_train_steps": 3, "num_examples_to_see": 9}, 2, ["--max_train_steps or --num_examples_to_see"]),
+        ({"use_ema": None, "ema_decay": None, "ema_warmup": True}, 2, ["add --use_ema"]),
+        ({"rescale_betas_zero_snr": True}, 1, ["--prediction_type v_prediction"]),
+        ({"weights_from": "/nowhere"}, 1, ["No weights of a UNet in /nowhere"]),
+        ({"num_validation_samples": 40}, 2, ["would leave nothing of 40 samples"]),
+        ({"backend": "ipex"}, 2, ["use --backend cpu"]),
+        ({"caption_dropout_rate": 1.5}, 2, ["between 0 and 1"]),
+    ],
+)
+def test_what_cannot_work_is_refused(
+    options: dict[str, object], code: int, parts: list[str], tmp_path: Path, icom: Callable[..., Result]
+) -> None:
+    assert_refused(icom(*arguments(output_dir=tmp_path / "out", **options)), code, *parts)
+
+
+def test_from_scratch_learns_and_a_wrong_configuration_is_refused(tmp_path: Path, icom: Callable[..., Result]) -> None:
+    small = {
+        "sample_size": 8,
+        "block_out_channels": [32, 64],
+        "norm_num_groups": 8,
+        "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
+        "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"],
+        "cross_attention_dim": 128,
+    }
+    file = tmp_path / "unet.yaml"
+    file.write_text(json.dumps(small))
+    out = tmp_path / "out"
+    options: dict[str, object] = {"from_scratch": file, "output_dir": out, "gradient_accumulation_steps": None}
+    assert icom(*arguments(**options, max_train_steps=60, train_batch_size=6)).code == 0
+    told = losses(out)
+    assert np.mean(told[:5]) > 0.9  # noise of variance 1, of which nothing is known yet
+    assert np.mean(told[-10:]) < 0.6 * np.mean(told[:5])
+    for wrong, parts in (
+        ({"cross_attention_dim": 100}, ["cross_attention_dim is 100 and has to be 128"]),
+        ({"blocks": 3}, ["has blocks, which UNet2DConditionModel does not know"]),
+        ({"up_block_types": ["NoBlock"]}, ["makes no UNet"]),
+    ):
+        file.write_text(json.dumps(small | wrong))
+        assert_refused(icom(*arguments(**options)), 2, *parts)
+
+
+def test_loss_that_is_no_number_ends_the_run(tmp_path: Path, icom: Callable[..., Result]) -> None:
+    result = icom(*arguments(output_dir=tmp_path, learning_rate="1e30", max_grad_norm=0, checkpointing_steps=1))
+    assert_message(result, 1, "The loss became nan", "--learning_rate 1e+29")

@@ -2,16 +2,44 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-import tyro
+from tyro.constructors import PrimitiveConstructorSpec
 
+from icom.config.common import check_at_least_one
 from icom.config.loading import required
 from icom.errors import UsageError
 
 Interpolation = Literal["nearest", "box", "bilinear", "hamming", "bicubic", "lanczos"]
 """What --image_interpolation_mode takes."""
+
+
+def _mapping(words: list[str]) -> dict[str, Any]:
+    """What a flag says in YAML."""
+    import yaml
+
+    try:
+        read = yaml.safe_load(words[0])
+    except yaml.YAMLError as error:
+        raise ValueError(f"no YAML: {error}") from None
+    if not isinstance(read, dict):
+        raise ValueError("""no mapping; write '{column: "condition"}'""")
+    return {str(column): condition for column, condition in read.items()}
+
+
+Filters = Annotated[
+    dict[str, Any],
+    PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="'{COLUMN: \"CONDITION\", …}'",
+        instance_from_str=_mapping,
+        is_instance=lambda value: isinstance(value, dict),
+        str_from_instance=lambda value: [json.dumps(value)],
+    ),
+]
+"""A mapping in the configuration file, and the same in YAML as a flag."""
 
 
 @dataclass(kw_only=True)
@@ -31,8 +59,8 @@ class DataOptions:
     --idx_to_prompt."""
     idx_to_prompt: str | None = None
     """JSON file: class number -> prompt, or a list of prompts, for shards with classes (cls) and no captions."""
-    filters: tyro.conf.Fixed[dict[str, Any]] = field(default_factory=dict)
-    """Which samples are taken, by their metadata: original_width: ">=512", pwatermark: "<=0.5" (docs/data.md)."""
+    filters: Filters = field(default_factory=dict)
+    """Which samples are taken, by their metadata (docs/data.md): '{original_width: ">=512", pwatermark: "<=0.5"}'."""
     max_train_samples: int | None = None
     """Take only the first so many samples that pass the filters."""
     max_damaged_share: float = 0.01
@@ -48,3 +76,8 @@ class DataOptions:
         """
         if not 0 <= self.max_damaged_share <= 1:
             raise UsageError("--max_damaged_share has to be between 0 and 1.")
+        check_at_least_one(max_train_samples=self.max_train_samples)
+        if self.filters:
+            from icom.data.filters import parse_filters
+
+            parse_filters(self.filters)

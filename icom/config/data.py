@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from tyro.constructors import PrimitiveConstructorSpec
+import tyro
 
 from icom.config.common import check_at_least_one
 from icom.config.loading import required
@@ -14,32 +13,6 @@ from icom.errors import UsageError
 
 Interpolation = Literal["nearest", "box", "bilinear", "hamming", "bicubic", "lanczos"]
 """What --image_interpolation_mode takes."""
-
-
-def _mapping(words: list[str]) -> dict[str, Any]:
-    """What a flag says in YAML."""
-    import yaml
-
-    try:
-        read = yaml.safe_load(words[0])
-    except yaml.YAMLError as error:
-        raise ValueError(f"no YAML: {error}") from None
-    if not isinstance(read, dict):
-        raise ValueError("""no mapping; write '{column: "condition"}'""")
-    return {str(column): condition for column, condition in read.items()}
-
-
-Filters = Annotated[
-    dict[str, Any],
-    PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="'{COLUMN: \"CONDITION\", …}'",
-        instance_from_str=_mapping,
-        is_instance=lambda value: isinstance(value, dict),
-        str_from_instance=lambda value: [json.dumps(value)],
-    ),
-]
-"""A mapping in the configuration file, and the same in YAML as a flag."""
 
 
 @dataclass(kw_only=True)
@@ -59,8 +32,8 @@ class DataOptions:
     --idx_to_prompt."""
     idx_to_prompt: str | None = None
     """JSON file: class number -> prompt, or a list of prompts, for shards with classes (cls) and no captions."""
-    filters: Filters = field(default_factory=dict)
-    """Which samples are taken, by their metadata (docs/data.md): '{original_width: ">=512", pwatermark: "<=0.5"}'."""
+    filters: tyro.conf.Fixed[dict[str, Any]] = field(default_factory=dict)
+    """Which samples are taken, by their metadata: original_width: ">=512", pwatermark: "<=0.5" (docs/data.md)."""
     max_train_samples: int | None = None
     """Take only the first so many samples that pass the filters."""
     max_damaged_share: float = 0.01

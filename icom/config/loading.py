@@ -42,7 +42,7 @@ def read_flags(options: type[DataclassInstance], argv: Sequence[str], program: s
     from omegaconf import OmegaConf
 
     words = [word for word in argv if not _DOTTED.match(word)]
-    dotted = OmegaConf.to_container(OmegaConf.from_dotlist([word for word in argv if _DOTTED.match(word)]))
+    dotted = OmegaConf.to_container(OmegaConf.merge({}, *(_dotted(word) for word in argv if _DOTTED.match(word))))
     assert isinstance(dotted, dict)
     unchecked = type(options.__name__, (options,), {"__doc__": options.__doc__, "__post_init__": lambda self: None})
     tyro.cli(unchecked, args=words, prog=program, use_underscores=True, config=(tyro.conf.SuppressFixed,))
@@ -52,6 +52,19 @@ def read_flags(options: type[DataclassInstance], argv: Sequence[str], program: s
     return {str(name): value for name, value in dotted.items()} | dict(
         tyro.cli(given, args=words, use_underscores=True)
     )
+
+
+def _dotted(word: str) -> Any:
+    """What `filters.width=>=512` gives: in YAML, where that can be read as such, else a text."""
+    import yaml
+    from omegaconf import OmegaConf
+
+    try:
+        return OmegaConf.from_dotlist([word])
+    except yaml.YAMLError:
+        made = OmegaConf.create()
+        OmegaConf.update(made, *word.split("=", 1))
+        return made
 
 
 def layers(flags: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -88,7 +88,7 @@ class Selection:
         """For a start line; empty where nothing was left out."""
         lacking = f", {self.lacking:,} of them for want of a field" if self.lacking else ""
         left_out = self.failed + self.lacking
-        return f" ({left_out:,} more left out by filters{lacking})" if left_out else ""
+        return f" ({left_out:,} left out by filters{lacking})" if left_out else ""
 
 
 def parse_filters(filters: Mapping[str, Any]) -> Condition:

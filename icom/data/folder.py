@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import itertools
 import json
 import os
 import posixpath
@@ -18,7 +19,9 @@ from typing import Any
 
 from icom.config.data import DataOptions
 from icom.data.damage import Damage
+from icom.data.filters import Selection, parse_filters, select
 from icom.data.members import caption_of, picture_of
+from icom.data.metadata import columns, need_pyarrow, numbers_where_possible
 from icom.data.records import DamagedRecord, Kind, Record, Singles
 from icom.errors import IcomError
 
@@ -43,8 +46,8 @@ class Folder:
     kind: Kind = "pictures"
     runs: Sequence[range]
 
-    def __init__(self, root: Path, entries: list[_Entry], digest: str, dropped: str) -> None:
-        self._root, self._entries, self._dropped = root, entries, dropped
+    def __init__(self, root: Path, entries: list[_Entry], digest: str, left_out: str) -> None:
+        self._root, self._entries, self._left_out = root, entries, left_out
         self.digest = digest
         self.runs = Singles(len(entries))
 
@@ -65,7 +68,7 @@ class Folder:
 
     def describe(self) -> str:
         """One phrase for the start line."""
-        return f"{len(self):,} captioned pictures in {self._root}{self._dropped}"
+        return f"{len(self):,} captioned pictures in {self._root}{self._left_out}"
 
     def _content(self, entry: _Entry, name: str) -> bytes:
         try:
@@ -113,10 +116,19 @@ def open_folder(options: DataOptions) -> Folder:
     for name in sorted(metadata.rows.keys() - sizes.keys()):
         damage.bad(DamagedRecord(name, "named in the metadata, but not there"))
     damage.check(complete=True)
+    left_out = ""
+    if options.filters:
+        selection = _select(options, [metadata.typed.get(entry.name, {}) for entry in entries])
+        entries, left_out = list(itertools.compress(entries, selection.taken)), str(selection)
     entries = entries[: options.max_train_samples]
     listed = [[e.name, sizes[e.name], e.caption, None if e.caption else sizes[e.text]] for e in entries]
     digest = hashlib.sha256(json.dumps(listed).encode()).hexdigest()
-    return Folder(root, entries, digest, "")
+    return Folder(root, entries, digest, left_out)
+
+
+def _select(options: DataOptions, rows: list[dict[str, Any]]) -> Selection:
+    need_pyarrow("A filter")
+    return select(parse_filters(options.filters), columns(rows))
 
 
 def _walk(root: Path) -> Iterator[tuple[str, int]]:
@@ -154,22 +166,33 @@ def _endings() -> set[str]:
 
 
 class _Metadata:
-    """What metadata files say: rows by the picture's name, and the columns there are."""
+    """What metadata files say.
+
+    Attributes:
+        rows: by the picture's name.
+        typed: the same, with numbers where a CSV file has columns of them.
+        columns: that there are.
+    """
 
     def __init__(self, root: Path, files: list[str]) -> None:
         self.rows: dict[str, dict[str, Any]] = {}
+        self.typed: dict[str, dict[str, Any]] = {}
         self.columns: list[str] = []
         files = sorted(files, key=lambda name: (name.count("/"), name))  # the nearest to a picture is what counts
         folders = [posixpath.dirname(name) for name in files]
         for name, folder in zip(files, folders, strict=True):
             if folders.count(folder) > 1:
                 raise IcomError(f"{root / folder} has several metadata files: keep one of {', '.join(METADATA)}.")
-            for number, row in enumerate(_rows(root / name), start=1):
+            rows = list(_rows(root / name))
+            for number, row in enumerate(rows, start=1):
                 if not isinstance(row, dict) or not isinstance(row.get(FILE_NAME), str):
                     columns = ", ".join(row) if isinstance(row, dict) else "none"
                     raise IcomError(f"{root / name}, row {number}: no {FILE_NAME!r} among its columns ({columns}).")
                 self.columns += [column for column in row if column not in self.columns and column != FILE_NAME]
-                self.rows[posixpath.normpath(posixpath.join(folder, row[FILE_NAME]))] = row
+            pictures = [posixpath.normpath(posixpath.join(folder, row[FILE_NAME])) for row in rows]
+            self.rows.update(zip(pictures, rows, strict=True))
+            typed = numbers_where_possible(rows) if name.endswith(".csv") else rows
+            self.typed.update(zip(pictures, typed, strict=True))
 
 
 def _rows(path: Path) -> Iterator[Any]:
@@ -187,7 +210,7 @@ def _rows(path: Path) -> Iterator[Any]:
             return
         with path.open(encoding="utf-8-sig", newline="") as file:
             if path.suffix == ".csv":
-                yield from csv.DictReader(file, restkey="")
+                yield from csv.DictReader(file, restkey="", restval="")
                 return
             for line in file:
                 number += 1

@@ -105,6 +105,33 @@ def test_metadata_as_in_imagefolder(tmp_path: Path, kind: str) -> None:
     }
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+def test_filters_by_metadata(tmp_path: Path, kind: str) -> None:
+    """Numbers in CSV are numbers; what has no row lacks the field; a caption of digits stays a caption."""
+    rows = [
+        {"file_name": f"{n}.png", "text": str(n), "width": n * 100, "licence": "cc0" if n % 2 else "12"}
+        for n in range(8)
+    ]
+    for n in range(9):
+        draw(tmp_path / f"{n}.png")
+        (tmp_path / f"{n}.txt").write_text("from the text")
+    if kind == "csv":
+        table = "".join(f"{','.join(map(str, row.values()))}\n" for row in rows)
+        (tmp_path / "metadata.csv").write_text(f"file_name,text,width,licence\n{table}")
+    else:
+        lines(tmp_path / "metadata.jsonl", *rows)
+    source = opened(tmp_path, filters={"width": ">=300", "licence": "cc0"})
+    assert captions(source) == {"3.png": "3", "5.png": "5", "7.png": "7"}
+    assert (
+        source.describe()
+        == f"3 captioned pictures in {tmp_path} (6 left out by filters, 1 of them for want of a field)"
+    )
+    assert len(opened(tmp_path, filters={"width": ">=300"}, max_train_samples=2)) == 2
+    assert source.digest != opened(tmp_path).digest
+    with pytest.raises(UsageError, match=r"no such column .*licence, text, width"):
+        opened(tmp_path, filters={"height": ">=300"})
+
+
 def test_links_are_followed_and_loops_end(tmp_path: Path) -> None:
     draw(tmp_path / "elsewhere/a.png")
     (tmp_path / "elsewhere/a.txt").write_text("a")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ import torch
 
 from icom import backends
 from icom.config.common import flat
-from icom.config.generate import GenerateConfig
+from icom.config.generate import DrawingOptions, GenerateConfig
 from icom.config.loading import read_yaml
 from icom.engine.memory import keep_freed_memory
 from icom.errors import IcomError, UsageError
@@ -21,6 +22,7 @@ from icom.methods.embedding import known_tokens, placeholder_tokens, suggestion
 from icom.methods.embedding_file import Word, find_word
 from icom.methods.prompts import as_taught, check_prompts
 from icom.models import loading, pipelines
+from icom.parallel.place import SINGLE_PROCESS, Place
 from icom.progress import progress
 from icom.training.report import A1111_SAMPLERS, drawn_with, grid, save_png
 
@@ -29,16 +31,52 @@ if TYPE_CHECKING:
     from PIL import Image
 
 
-def generate(config: GenerateConfig) -> None:
-    """Write one PNG per prompt and seed, and optionally a grid.
+@dataclass(frozen=True)
+class Studio:
+    """A model that is ready to draw what the options say.
+
+    Attributes:
+        pipeline: with the learned words and the sampler.
+        prompts: as the tokenizer knows the learned words.
+        negative_prompt: likewise.
+        backend: what computes, and why it was chosen.
+        model: its name for other people: no place of this machine.
+        weights: SHA-256 of the model's, with the learned words in it; empty where nobody asked for it.
+    """
+
+    pipeline: StableDiffusionPipeline
+    prompts: list[str]
+    negative_prompt: str | None
+    backend: backends.Backend
+    reason: str
+    model: str
+    weights: str
+
+
+def prepare(
+    config: DrawingOptions,
+    prompts: Sequence[str],
+    output: Path,
+    *,
+    guided: bool,
+    place: Place = SINGLE_PROCESS,
+    digest: bool = False,
+) -> Studio:
+    """Load the model, teach it the learned words, and look through the prompts.
+
+    Args:
+        config: checked.
+        prompts: as the user wrote them.
+        output: folder for the pictures, made once words and model are found.
+        guided: whether any picture is drawn with guidance, so that the negative prompt counts.
+        place: of this process among those that draw.
+        digest: whether to compute the weights' digest.
 
     Raises:
         IcomError: bad embedding file, model, or output folder.
-        UsageError: no prompt, unreadable prompts file.
+        UsageError: a word or a sampler's steps that cannot be.
     """
-    keep_freed_memory()
-    prompts = all_prompts(config)
-    backend, reason = backends.resolve(config.backend, config.mixed_precision, config.engine)
+    backend, reason = backends.resolve(config.backend, config.mixed_precision, config.engine, place=place)
     words = [find_word(name) for name in flat(config.embedding)]
     trained_on = _trained_on(words[0].path.parent / "config.yaml") if words else {}
     name = config.pretrained_model_name_or_path or trained_on.get(_MODEL) or "bundled"
@@ -50,15 +88,16 @@ def generate(config: GenerateConfig) -> None:
         revision=config.revision or trained_on.get("revision"),
         variant=config.variant or trained_on.get("variant"),
     )
-    output = Path(config.output_dir)
     make_writable_folder(output)
     model = loading.load(source, backend.dtype)
     _teach(model, words)
     prompts = [as_taught(prompt, words) for prompt in prompts]
     negative_prompt = as_taught(config.negative_prompt, words) if config.negative_prompt else None
-    effective = negative_prompt if config.guidance_scale > 1 else None
-    for warning in check_prompts(model.tokenizer, prompts, effective, words):
-        print(f"icom: {warning}", file=sys.stderr)
+    warnings = check_prompts(model.tokenizer, prompts, negative_prompt if guided else None, words)
+    if place.rank == 0:
+        for warning in warnings:
+            print(f"icom: {warning}", file=sys.stderr)
+    weights = loading.weights_digest(*model.parts.values()) if digest else ""
     backend.prepare(model)
     pipeline = pipelines.pipeline_of(model, config.scheduler)
     try:
@@ -68,37 +107,58 @@ def generate(config: GenerateConfig) -> None:
             f"--scheduler {config.scheduler} cannot do --num_inference_steps {config.num_inference_steps} ({error}). "
             "Try 25."
         ) from error
+    shown = Path(source.name).name if Path(source.name).is_dir() else source.name
+    return Studio(pipeline, prompts, negative_prompt, backend, reason, shown, weights)
 
-    print(f"icom: {backend.describe()} ({reason})", flush=True)
+
+def generate(config: GenerateConfig) -> None:
+    """Write one PNG per prompt and seed, and optionally a grid.
+
+    Raises:
+        IcomError: bad embedding file, model, or output folder.
+        UsageError: no prompt, unreadable prompts file.
+    """
+    keep_freed_memory()
+    prompts = all_prompts(config)
+    output = Path(config.output_dir)
+    studio = prepare(config, prompts, output, guided=config.guidance_scale > 1)
+    print(f"icom: {studio.backend.describe()} ({studio.reason})", flush=True)
     seeds = [seed + offset for seed in flat(config.seed) or [0] for offset in range(config.num_images_per_prompt)]
     images = []
-    jobs = [(number, prompt, seed) for number, prompt in enumerate(prompts) for seed in seeds]
+    jobs = [(number, prompt, seed) for number, prompt in enumerate(studio.prompts) for seed in seeds]
     for number, prompt, seed in progress(jobs, "pictures", "picture"):
-        with backend.autocast():
+        with studio.backend.autocast():
             image = draw(
-                pipeline,
+                studio.pipeline,
                 prompt,
                 seed,
                 steps=config.num_inference_steps,
                 guidance=config.guidance_scale,
-                negative_prompt=negative_prompt,
+                negative_prompt=studio.negative_prompt,
                 resolution=config.resolution,
             )
-        parameters = drawn_with(
-            prompt,
-            negative_prompt,
-            steps=config.num_inference_steps,
-            sampler=A1111_SAMPLERS.get(config.scheduler, type(pipeline.scheduler).__name__),
-            guidance=config.guidance_scale,
-            seed=seed,
-            size=image.size,
-            model=Path(source.name).name if Path(source.name).is_dir() else source.name,  # no places of this machine
-        )
+        parameters = parameters_of(config, studio, prompt, seed, config.guidance_scale, image.size)
         save_png(image, output / f"{number:03d}-{_slug(prompt)}-seed{seed}.png", parameters)
         images.append(image)
     if config.grid:
         save_png(grid(images, columns=len(seeds)), output / "grid.png")
     print(f"{len(images)} pictures in {output}" + (f", all in {output / 'grid.png'}" if config.grid else ""))
+
+
+def parameters_of(
+    config: DrawingOptions, studio: Studio, prompt: str, seed: int, guidance: float, size: tuple[int, int]
+) -> str:
+    """What a picture was drawn with, for its PNG."""
+    return drawn_with(
+        prompt,
+        studio.negative_prompt,
+        steps=config.num_inference_steps,
+        sampler=A1111_SAMPLERS.get(config.scheduler, type(studio.pipeline.scheduler).__name__),
+        guidance=guidance,
+        seed=seed,
+        size=size,
+        model=studio.model,
+    )
 
 
 def _teach(model: loading.Model, words: Sequence[Word]) -> None:
@@ -155,7 +215,14 @@ def draw(
 
 
 def draw_together(
-    pipeline: StableDiffusionPipeline, prompts: Sequence[str], seeds: Sequence[int], guidance: float = 7.5
+    pipeline: StableDiffusionPipeline,
+    prompts: Sequence[str],
+    seeds: Sequence[int],
+    guidance: float = 7.5,
+    *,
+    steps: int = 25,
+    negative_prompt: str | None = None,
+    resolution: int | None = None,
 ) -> list[Image.Image]:
     """Draw a picture per prompt and seed in one batch: for small models, where a batch costs little more than one.
 
@@ -164,12 +231,18 @@ def draw_together(
     generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
     with torch.no_grad():
         images: list[Image.Image] = pipeline(
-            list(prompts), num_inference_steps=25, guidance_scale=guidance, generator=generators
+            list(prompts),
+            negative_prompt=None if negative_prompt is None else [negative_prompt] * len(prompts),
+            num_inference_steps=steps,
+            guidance_scale=guidance,
+            height=resolution,
+            width=resolution,
+            generator=generators,
         ).images
     return images
 
 
-def all_prompts(config: GenerateConfig) -> list[str]:
+def all_prompts(config: DrawingOptions) -> list[str]:
     """Prompts from --prompt and --prompts_file, in that order.
 
     Raises:

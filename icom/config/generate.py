@@ -1,4 +1,4 @@
-"""The options of `icom generate`."""
+"""The options of `icom generate`, and those that all who draw have."""
 
 from __future__ import annotations
 
@@ -18,11 +18,8 @@ from icom.errors import UsageError
 
 
 @dataclass(kw_only=True)
-class GenerateConfig:
-    """Draw pictures with a learned word.
-
-    Example: icom generate --embedding out/learned_embeds.safetensors --prompt "a photo of <dicoo>"
-    """
+class DrawingOptions:
+    """With which model, words and sampler pictures are drawn."""
 
     embedding: Repeatable[str] = field(default_factory=list)
     """Learned words: files (learned_embeds.safetensors, .bin, .pt) or Hub ids; FILE=<word> names the word anew."""
@@ -40,16 +37,10 @@ class GenerateConfig:
     """Git revision of a model on the Hub."""
     variant: str | None = None
     """Variant of the model files, for instance fp16."""
-    seed: Repeatable[int] = field(default_factory=list)
-    """One or several seeds (default: 0); each prompt is drawn once per seed. A picture depends on those two alone."""
-    num_images_per_prompt: int = 1
-    """Pictures per prompt and seed (further ones use the seeds that follow)."""
     scheduler: Literal["model", "ddim", "ddpm", "dpm++", "euler", "euler_a", "pndm", "unipc"] = "dpm++"
     """Sampler; `model` takes the one that the model ships."""
     num_inference_steps: int = 25
     """Denoising steps."""
-    guidance_scale: float = 7.5
-    """Classifier-free guidance; 1 turns it off and halves the time."""
     resolution: int | None = None
     """Width and height in pixels, a multiple of 8. Default: the model's own."""
     mixed_precision: PrecisionName = "no"
@@ -58,6 +49,27 @@ class GenerateConfig:
     """What computes, as in `icom train`."""
     engine: EngineName = "auto"
     """As in `icom train`."""
+
+    def __post_init__(self) -> None:
+        """Raises: UsageError for what cannot be drawn, whatever the model."""
+        if self.resolution is not None:
+            check_resolution(self.resolution)
+        check_at_least_one(num_inference_steps=self.num_inference_steps)
+
+
+@dataclass(kw_only=True)
+class GenerateConfig(DrawingOptions):
+    """Draw pictures with a learned word.
+
+    Example: icom generate --embedding out/learned_embeds.safetensors --prompt "a photo of <dicoo>"
+    """
+
+    seed: Repeatable[int] = field(default_factory=list)
+    """One or several seeds (default: 0); each prompt is drawn once per seed. A picture depends on those two alone."""
+    num_images_per_prompt: int = 1
+    """Pictures per prompt and seed (further ones use the seeds that follow)."""
+    guidance_scale: float = 7.5
+    """Classifier-free guidance; 1 turns it off and halves the time."""
     output_dir: str = "generated"
     """Folder for the pictures."""
     grid: bool = False
@@ -65,11 +77,8 @@ class GenerateConfig:
 
     def __post_init__(self) -> None:
         """Raises: UsageError for what cannot be drawn, whatever the model."""
-        if self.resolution is not None:
-            check_resolution(self.resolution)
-        check_at_least_one(
-            num_images_per_prompt=self.num_images_per_prompt, num_inference_steps=self.num_inference_steps
-        )
+        super().__post_init__()
+        check_at_least_one(num_images_per_prompt=self.num_images_per_prompt)
         for seed in flat(self.seed):
             if not 0 <= seed < 2**63 - self.num_images_per_prompt:
                 raise UsageError(f"--seed has to be between 0 and 2^63 - 1, not {seed}.")

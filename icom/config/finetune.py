@@ -139,12 +139,14 @@ class FinetuneConfig(RunOptions, DataOptions, ModelOptions):
                     raise UsageError(f"--{name} is of the mean of the weights: add --use_ema, or drop it.")
         if self.from_scratch and self.weights_from:
             raise UsageError("--from_scratch starts from random weights and --weights_from from others: drop one.")
-        if self.backend == "ipex":
-            raise UsageError("--backend ipex is for frozen models; use --backend cpu to train the UNet.")
-        if self.compile:
-            raise UsageError("--compile is not for `icom finetune`. Drop it.")
-        if self.on:
-            raise UsageError("--on is for `icom train`. Log in (`icom ssh`) and start `icom finetune` there.")
+        for chosen, advice in (
+            (self.backend == "ipex", "--backend ipex is for frozen models; use --backend cpu to train the UNet."),
+            (self.compile, "--compile is not for `icom finetune`. Drop it."),
+            (self.push_to_hub, "--push_to_hub is not there yet: use `hf upload REPOSITORY OUTPUT/current_pipeline`."),
+            (self.on, "--on is for `icom train`. Log in (`icom ssh`) and start `icom finetune` there."),
+        ):
+            if chosen:
+                raise UsageError(advice)
 
 
 def load_finetune_config(flags: Mapping[str, Any]) -> FinetuneConfig:

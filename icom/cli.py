@@ -19,6 +19,7 @@ from typing import Annotated, Any, NoReturn
 from icom import __version__
 from icom.config.bench import BenchConfig
 from icom.config.convert import ConvertConfig
+from icom.config.data import DataIndexConfig
 from icom.config.demo import DemoConfig
 from icom.config.doctor import DoctorConfig
 from icom.config.finetune import FinetuneConfig, load_finetune_config
@@ -52,6 +53,7 @@ COMMANDS: dict[str, tuple[Any, str]] = {
     "demo": (DemoConfig, "icom.commands.demo:demo"),
     "train": (TrainConfig, "icom.training.train:train"),
     "finetune": (FinetuneConfig, "icom.training.finetune:finetune"),
+    "data index": (DataIndexConfig, "icom.commands.data:index"),
     "data precompute": (PrecomputeConfig, "icom.data.precompute:precompute"),
     "data verify": (VerifyConfig, "icom.data.precompute:verify"),
     "generate": (GenerateConfig, "icom.commands.generate:generate"),

@@ -131,6 +131,25 @@ def hosts_possible() -> None:
         pytest.skip(f"hosts cannot be made on this machine: it lacks {', '.join(lacking)}")
 
 
+@pytest.fixture(scope="session")
+def moto() -> Iterator[str]:
+    """Address of moto's server, which stands for AWS."""
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.moto_server"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert server.stdout
+    try:
+        yield server.stdout.readline().strip()
+    finally:
+        server.kill()
+        server.wait()
+        server.stdout.close()
+
+
 @pytest.fixture(autouse=True)
 def _fresh_accelerate() -> Iterator[None]:
     """Accelerate keeps process-wide state; each test starts without."""

@@ -16,6 +16,33 @@ Interpolation = Literal["nearest", "box", "bilinear", "hamming", "bicubic", "lan
 
 
 @dataclass(kw_only=True)
+class DataIndexConfig:
+    """Index WebDataset tars, so that training reads any sample by its place: once, for all machines and runs.
+
+    Example: icom data index shards   (or "s3://bucket/shards/{00000..00099}.tar" --output shards.parquet)
+    """
+
+    source: tyro.conf.Positional[str]
+    """A folder with tars, also nested ones, or a pattern, as in --train_data_dir."""
+    output: str | None = None
+    """The file to write. Default: icom-index.parquet beside the shards, where training finds it."""
+    workers: int = 4
+    """Shards that are read at a time."""
+    shard_cache_gb: float | None = None
+    """How much of --cache_dir copies of shards may take that lie elsewhere. Default: no limit."""
+    cache_dir: str | None = None
+    """Folder of caches. Default: $ICOM_CACHE_DIR, else $XDG_CACHE_HOME/icom, else ~/.cache/icom."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work.
+
+        Raises:
+            UsageError: names the option.
+        """
+        check_at_least_one(workers=self.workers)
+
+
+@dataclass(kw_only=True)
 class DataOptions:
     """Where captioned pictures come from, and which of them are taken."""
 
@@ -38,6 +65,9 @@ class DataOptions:
     """Take only the first so many samples that pass the filters."""
     max_damaged_share: float = 0.01
     """A run ends when more than this share of the samples it read are damaged; fewer are counted, named, left out."""
+    shard_cache_gb: float | None = None
+    """How much of --cache_dir copies of shards may take that lie elsewhere (s3://, https://, pipe:); those not used for
+    longest go first. Default: no limit."""
     cache_dir: str | None = None
     """Folder of caches. Default: $ICOM_CACHE_DIR, else $XDG_CACHE_HOME/icom, else ~/.cache/icom."""
 

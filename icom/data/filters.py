@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -121,12 +121,13 @@ def fields(condition: Condition) -> list[str]:
     return sorted({column for part in condition.parts for column in fields(part)})
 
 
-def select(condition: Condition, table: Any) -> Selection:
+def select(condition: Condition, table: Any, known: Sequence[str] = ()) -> Selection:
     """Apply filters to metadata.
 
     Args:
         condition: of `parse_filters`.
         table: pyarrow.Table with a row for each sample.
+        known: columns that there are, for messages, where the table has only some of them.
 
     Raises:
         UsageError: no such column, it holds something else than what it is compared with, or nothing is left.
@@ -138,7 +139,7 @@ def select(condition: Condition, table: Any) -> Selection:
         if column not in table.column_names:
             raise UsageError(
                 f"The filter on {column!r} has no such column (--filters). Samples have: "
-                f"{', '.join(sorted(table.column_names)) or 'no metadata'}."
+                f"{', '.join(sorted(known or table.column_names)) or 'no metadata'}."
             )
     passed = _evaluate(condition, table)
     lacking = int(passed.null_count)

@@ -10,9 +10,9 @@ import csv
 import hashlib
 import itertools
 import json
-import os
 import posixpath
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,9 @@ from typing import Any
 from icom.config.data import DataOptions
 from icom.data.damage import Damage
 from icom.data.filters import Selection, parse_filters, select
-from icom.data.members import caption_of, picture_of
-from icom.data.metadata import columns, need_pyarrow, numbers_where_possible
+from icom.data.images import endings
+from icom.data.members import CaptionReader, caption_of, picture_of
+from icom.data.metadata import columns, need_data_extra, numbers_where_possible
 from icom.data.records import DamagedRecord, Kind, Record, Singles
 from icom.errors import IcomError
 
@@ -79,29 +80,35 @@ class Folder:
             raise DamagedRecord(entry.name, f"{name}: {error.strerror}") from error
 
 
-def open_folder(options: DataOptions) -> Folder:
-    """List the folder of --train_data_dir. Pictures are not decoded, and texts not read, before their turn comes.
+def open_folder(options: DataOptions, sizes: dict[str, int]) -> Folder:
+    """The folder of --train_data_dir. Pictures are not decoded, and texts not read, before their turn comes.
+
+    Args:
+        options: that were chosen.
+        sizes: of all its files, by their relative names.
 
     Raises:
-        IcomError: no such folder, no pictures, no captions, or metadata that cannot be read.
+        IcomError: no pictures, no captions, or metadata that cannot be read.
     """
     root = Path(options.train_data_dir).expanduser()
-    sizes = dict(_walk(root))
     metadata = _Metadata(root, [name for name in sizes if posixpath.basename(name) in METADATA])
-    endings = _endings()
-    pictures = [name for name in sorted(sizes) if _ending(name) in endings or name in metadata.rows]
+    known = endings()
+    pictures = [name for name in sorted(sizes) if _ending(name) in known or name in metadata.rows]
     if not pictures:
         raise IcomError(
             f"The folder {root} holds no pictures, and neither tars nor parquet files of them (--train_data_dir)."
         )
     damage = Damage(options.max_damaged_share, f"in {root}")
+    captions = CaptionReader(options.idx_to_prompt)
     entries = []
     for name in pictures:
-        row, text = metadata.rows.get(name, {}), posixpath.splitext(name)[0] + ".txt"
-        caption = row.get(options.caption_column)
-        caption = caption.strip() if isinstance(caption, str) else None
+        value, text = metadata.rows.get(name, {}).get(options.caption_column), posixpath.splitext(name)[0] + ".txt"
+        caption = None
+        if isinstance(value, str | int) and value != "":
+            with suppress(DamagedRecord):
+                caption = captions(name, value)
         if caption or text in sizes:
-            entries.append(_Entry(name, text, caption or None))
+            entries.append(_Entry(name, text, caption))
             damage.good()
     if not entries:
         columns = f"; columns of metadata: {', '.join(metadata.columns)}" if metadata.columns else ""
@@ -127,42 +134,12 @@ def open_folder(options: DataOptions) -> Folder:
 
 
 def _select(options: DataOptions, rows: list[dict[str, Any]]) -> Selection:
-    need_pyarrow("A filter")
+    need_data_extra("A filter")
     return select(parse_filters(options.filters), columns(rows))
-
-
-def _walk(root: Path) -> Iterator[tuple[str, int]]:
-    """Relative names and sizes of all files that are not hidden; links to folders are followed, once each."""
-
-    def refuse(error: OSError) -> None:
-        raise IcomError(f"Cannot read the folder {error.filename}: {error.strerror} (--train_data_dir).") from error
-
-    seen = set()
-    for folder, inner, names in os.walk(root, onerror=refuse, followlinks=True):
-        if (real := os.path.realpath(folder)) in seen:
-            inner.clear()
-            continue
-        seen.add(real)
-        inner[:] = sorted(name for name in inner if name[0] != ".")
-        for name in names:
-            if name[0] != ".":
-                path = Path(folder, name)
-                try:
-                    yield path.relative_to(root).as_posix(), path.stat().st_size
-                except OSError:  # a link to nothing: as good as not there
-                    continue
 
 
 def _ending(name: str) -> str:
     return posixpath.splitext(name)[1].lower()
-
-
-def _endings() -> set[str]:
-    """Of files that are pictures."""
-    from PIL import Image
-
-    known = {ending for ending, kind in Image.registered_extensions().items() if kind in Image.OPEN}
-    return known | {".heic", ".heif"}
 
 
 class _Metadata:

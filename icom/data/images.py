@@ -149,6 +149,14 @@ def read_picture(path: Path) -> Image.Image:
         raise IcomError(f"{path.name}: {error}") from error
 
 
+def endings() -> set[str]:
+    """Of names of pictures: .jpg and so on."""
+    from PIL import Image
+
+    known = {ending for ending, kind in Image.registered_extensions().items() if kind in Image.OPEN}
+    return known | {".heic", ".heif"}
+
+
 class BadPicture(Exception):
     """What was read is no good as a picture; the message says why and what to do, but not which picture it is."""
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from icom.data.images import BadPicture, decode_picture
 from icom.data.records import DamagedRecord
+from icom.errors import UsageError
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -45,3 +48,46 @@ def caption_of(key: str, content: bytes | str) -> str:
     if not (text := text.strip()):
         raise DamagedRecord(key, "the caption is empty")
     return text
+
+
+class CaptionReader:
+    """Makes a caption of what stands where captions do: a text, or with --idx_to_prompt the number of a class."""
+
+    def __init__(self, idx_to_prompt: str | None) -> None:
+        """Read the prompts.
+
+        Raises:
+            UsageError: the file is missing, or neither a list of prompts nor a mapping of numbers to them.
+        """
+        self.prompts = None if idx_to_prompt is None else _read_prompts(Path(idx_to_prompt).expanduser())
+
+    def __call__(self, key: str, content: bytes | str | int) -> str:
+        """A record's caption.
+
+        Raises:
+            DamagedRecord: it is empty, not UTF-8, or no class with a prompt.
+        """
+        if self.prompts is None:
+            return caption_of(key, content if isinstance(content, bytes) else str(content))
+        try:
+            return self.prompts[int(content)]
+        except ValueError:
+            raise DamagedRecord(key, f"{content!r:.40} is no number of a class") from None
+        except KeyError:
+            raise DamagedRecord(key, f"class {int(content)} has no prompt") from None
+
+
+def _read_prompts(path: Path) -> dict[int, str]:
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--idx_to_prompt {path}: {error}.") from error
+    pairs = enumerate(read) if isinstance(read, list) else read.items() if isinstance(read, dict) else [(0, None)]
+    prompts = {}
+    for number, prompt in pairs:
+        if not str(number).isdecimal() or not isinstance(prompt, str) or not prompt.strip():
+            raise UsageError(
+                f'--idx_to_prompt {path} has to be a list of prompts, or a mapping such as {{"0": "a photo of a cat"}}.'
+            )
+        prompts[int(number)] = prompt.strip()
+    return prompts

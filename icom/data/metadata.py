@@ -12,8 +12,12 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-def need_pyarrow(what: str) -> None:
-    """Say how to get pyarrow where it is missing.
+EXTRA = "make setup-master EXTRAS=data, or python -m pip install -e '.[data]'"
+"""How to get it."""
+
+
+def need_data_extra(what: str) -> None:
+    """Say how to get what reads shards where it is missing.
 
     Args:
         what: needs it: "Reading tars".
@@ -22,9 +26,10 @@ def need_pyarrow(what: str) -> None:
         IcomError: it is missing.
     """
     try:
+        import braceexpand  # noqa: F401
         import pyarrow  # noqa: F401
-    except ImportError:
-        raise IcomError(f"{what} needs pyarrow: python -m pip install 'icom[data]'.") from None
+    except ImportError as error:
+        raise IcomError(f"{what} needs {error.name}, which comes with the extra `data`: {EXTRA}.") from None
 
 
 def columns(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
@@ -35,7 +40,9 @@ def columns(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
     """
     import pyarrow as pa
 
-    names = list(dict.fromkeys(name for row in rows for name in row))
+    names = list(
+        dict.fromkeys(name for row in rows for name, value in row.items() if not isinstance(value, list | dict))
+    )
     made = {name: _array([_scalar(row.get(name)) for row in rows]) for name in names}
     # A table without columns has no rows either, so there is one that says how many there are.
     return pa.table(made) if made else pa.table({"": pa.nulls(len(rows))}).select([])
@@ -67,6 +74,11 @@ def numbers_where_possible(rows: Iterable[Mapping[str, str]]) -> list[dict[str, 
     return [{name: value if name in texts else _number(value) for name, value in row.items()} for row in read]
 
 
+def utf8(text: str) -> str:
+    """The text, with a question mark for what is no character: JSON and names of files can have such."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
+
+
 def _number(text: str) -> float | int | None:
     for kind in (int, float):
         try:
@@ -92,7 +104,8 @@ def _array(values: list[Any]) -> pa.Array:
         return pa.array(values, pa.int64())
     if kinds <= {int, float}:
         return pa.array([value if value is None else float(value) for value in values], pa.float64())
-    return pa.array([v if isinstance(v, str | None) else json.dumps(v) for v in values], pa.string())
+    texts = [value if isinstance(value, str | None) else json.dumps(value) for value in values]
+    return pa.array([text if text is None else utf8(text) for text in texts], pa.string())
 
 
 def _wider(one: pa.DataType, other: pa.DataType) -> pa.DataType:

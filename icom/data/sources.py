@@ -8,24 +8,43 @@ from icom.config.data import DataOptions
 from icom.data.folder import open_folder
 from icom.data.latent_set import open_latents
 from icom.data.records import Source
+from icom.data.remote import PIPE, is_remote
+from icom.data.shards import COMPRESSED, walk
 from icom.data.synthetic import open_synthetic
+from icom.data.tars import open_tars
 from icom.errors import UsageError
+
+_ENDINGS = (".tar", *COMPRESSED)
+"""Of WebDataset's shards. Compressed ones are refused where they are opened, with the reason."""
 
 
 def open_source(options: DataOptions) -> Source:
     """Open what --train_data_dir names. No picture is decoded yet.
 
     Raises:
-        UsageError: it cannot mean anything, or a filter cannot be parsed.
+        UsageError: it cannot mean anything, or a filter cannot be parsed or drops all.
         IcomError: missing, empty, without captions, or with an index that does not fit.
     """
-    if options.train_data_dir.startswith("synthetic:"):
-        return open_synthetic(options.train_data_dir)
-    if latents := open_latents(Path(options.train_data_dir).expanduser()):
+    text = options.train_data_dir
+    if text.startswith("synthetic:"):
+        if options.filters:
+            raise UsageError("--filters: made-up pictures have no metadata.")
+        return open_synthetic(text)
+    folder = Path(text).expanduser()
+    if latents := open_latents(folder):
         if options.filters or options.max_train_samples is not None:
             raise UsageError(
-                f"{options.train_data_dir} holds latents, and --filters and --max_train_samples choose pictures: give "
-                "them to `icom data precompute`."
+                f"{text} holds latents, and --filters and --max_train_samples choose pictures: give them to "
+                "`icom data precompute`."
             )
         return latents
-    return open_folder(options)
+    if is_remote(text) or not folder.is_dir():
+        named = text.partition("?")[0] if "://" in text else text  # what follows in an address is no name
+        if text.startswith(PIPE) or named.lower().endswith((*_ENDINGS, "/")):
+            return open_tars(options)
+        raise UsageError(
+            f"--train_data_dir {text}: no such folder, and no shards, whose names end in .tar or .parquet."
+        )
+    sizes = walk(folder)
+    kinds = {ending for name in sizes for ending in _ENDINGS if name.lower().endswith(ending)}
+    return open_tars(options) if kinds else open_folder(options, sizes)

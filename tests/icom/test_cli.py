@@ -113,12 +113,21 @@ SURFACE = {
     },
     "data precompute": {
         *("train_data_dir", "index", "image_column", "caption_column", "idx_to_prompt", "filters", "max_train_samples"),
-        *("max_damaged_share", "cache_dir", "pretrained_model_name_or_path", "tokenizer_name", "revision", "variant"),
+        *(
+            "max_damaged_share",
+            "shard_cache_gb",
+            "cache_dir",
+            "pretrained_model_name_or_path",
+            "tokenizer_name",
+            "revision",
+            "variant",
+        ),
         *("output_dir", "resolution", "center_crop", "crops_per_picture", "random_flip", "image_interpolation_mode"),
         *("dtype", "format", "samples_per_shard", "seed", "part", "batch_size", "dataloader_num_workers", "backend"),
         *("mixed_precision", "config"),
     },
     "data verify": {"folder"},
+    "data index": {"source", "output", "workers", "shard_cache_gb", "cache_dir"},
     "demo": {"concept", "max_train_steps", "num_images", "backend", "seed", "output_dir"},
     "convert": {"embedding", "output"},
     "params": {"model", "json"},
@@ -162,6 +171,7 @@ SURFACE = {
 
 POSITIONAL = {
     "data verify": {"folder"},
+    "data index": {"source"},
     "convert": {"embedding"},
     "params": {"model"},
     "launch mpirun": {"training_options"},

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,29 +11,9 @@ from typing import Any
 import pytest
 
 from tests.support.box import Box, make_box
-from tests.support.command import ROOT
 from tests.support.ec2 import REGION
 from tests.support.fake_ssh import Steps, connector
 from tests.support.wire import Icom, Wire, read_descriptions_once
-
-
-@pytest.fixture(scope="session")
-def moto() -> Iterator[str]:
-    """Address of the server."""
-    server = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.moto_server"],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    assert server.stdout
-    try:
-        yield server.stdout.readline().strip()
-    finally:
-        server.kill()
-        server.wait()
-        server.stdout.close()
 
 
 @pytest.fixture

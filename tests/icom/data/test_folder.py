@@ -182,7 +182,7 @@ def test_pictures_without_captions_are_named_up_to_a_share(tmp_path: Path, capsy
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({}, "Cannot read the folder .*No such file"),
+        ({}, r"photos: no such folder, and no shards, whose names end in \.tar or \.parquet"),
         ({"photos/readme.md": ""}, "holds no pictures"),
         ({"photos/a.png": ""}, r"No captions in .*\.txt file.*--caption_column"),
         ({"photos/a.png": "", "photos/metadata.jsonl": '{"file_name": "a.png", "prompt": "x"}'}, "metadata: prompt"),

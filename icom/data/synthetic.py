@@ -42,8 +42,8 @@ class Synthetic:
         return f"{len(self):,} made-up pictures of {SIDE} px"
 
 
-def open_synthetic(text: str) -> Synthetic:
-    """What `synthetic:N` names.
+def open_synthetic(text: str, most: int | None = None) -> Synthetic:
+    """What `synthetic:N` names, and not more than `most`.
 
     Raises:
         UsageError: N is no number above 0.
@@ -51,4 +51,4 @@ def open_synthetic(text: str) -> Synthetic:
     count = text.partition(":")[2]
     if not count.isascii() or not count.isdigit() or int(count) < 1:
         raise UsageError(f"--train_data_dir {text}: write synthetic:N with a number of pictures, as in synthetic:1000.")
-    return Synthetic(int(count))
+    return Synthetic(min(int(count), most or int(count)))

@@ -219,6 +219,9 @@ def test_synthetic_is_a_function_of_the_number() -> None:
     pictures = [one.read(number).picture for number in range(5)]
     assert len({np.asarray(picture).tobytes() for picture in pictures}) == 5
     assert len({one.read(number).caption for number in range(5)}) == 5
+    assert len(open_source(DataOptions(train_data_dir="synthetic:10", max_train_samples=4))) == 4
+    with pytest.raises(UsageError, match="have no metadata"):
+        open_source(DataOptions(train_data_dir="synthetic:10", filters={"width": 1}))
     again = other.read(3)
     assert np.array_equal(np.asarray(again.picture), np.asarray(pictures[3]))
     assert again.caption == one.read(3).caption

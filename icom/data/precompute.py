@@ -22,6 +22,7 @@ from icom.data.damage import Damage
 from icom.data.encode import Encoders, encoder_digests, load_encoders
 from icom.data.latent_files import Kept, ParquetWriter, TarWriter, Writer, whole_file
 from icom.data.latent_set import MadeWith, Shard, read_shard, shard_path, write_set, write_shard
+from icom.data.metadata import need_pyarrow
 from icom.data.records import DamagedRecord, Source
 from icom.data.sampling import raw_words
 from icom.data.sources import open_source
@@ -78,6 +79,8 @@ def verify(config: VerifyConfig) -> None:
 def _precompute(config: PrecomputeConfig, group: Group) -> None:
     """All that the processes do together."""
     part, parts = part_of(config.part, os.environ)
+    if config.format == "parquet":
+        need_pyarrow("--format parquet")
     source = open_source(config)
     if source.kind != "pictures":
         raise UsageError(f"{config.train_data_dir} holds latents already: name the pictures with --train_data_dir.")

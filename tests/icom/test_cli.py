@@ -170,6 +170,7 @@ SURFACE = {
 """People's scripts rely on these: adding one means adding it here, removing one is a breaking change."""
 
 POSITIONAL = {
+    "data precompute": {"filters"},  # filters.COLUMN=CONDITION
     "data verify": {"folder"},
     "data index": {"source"},
     "convert": {"embedding"},

@@ -19,7 +19,7 @@ RUN apt-get update \
     && apt-get install --yes --no-install-recommends python3-venv \
     && python3 -m venv /opt/icom
 WORKDIR /opt/icom/src
-COPY LICENSE NOTICE constraints.txt environment.yml pyproject.toml textual_inversion_icom.py ./
+COPY LICENSE NOTICE constraints.txt environment.yml pyproject.toml textual_inversion_icom.py finetune_icom.py ./
 COPY icom/__init__.py icom/
 COPY icom/setup_env icom/setup_env
 COPY provisioning/__init__.py provisioning/
@@ -42,7 +42,7 @@ FROM base AS source
 WORKDIR /opt/icom/src
 COPY . .
 # Nothing can be compiled on first use where the image is read-only.
-RUN python3 -m compileall -q icom provisioning textual_inversion_icom.py
+RUN python3 -m compileall -q icom provisioning textual_inversion_icom.py finetune_icom.py
 
 FROM base
 RUN useradd --uid 1000 --user-group --create-home --shell /bin/bash icom

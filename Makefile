@@ -14,7 +14,8 @@ Amazon Linux: dnf install python3.11; any: make install-miniconda) or give it: m
 SETUP = $(or $(PYTHON),$(error $(NO_PYTHON))) -I icom/setup_env
 # Runs a command in the environment, which it builds first where it is missing or out of date.
 RUN = @$(SETUP) run
-CODE = icom provisioning tests tools textual_inversion_icom.py
+SCRIPTS = textual_inversion_icom.py finetune_icom.py
+CODE = icom provisioning tests tools $(SCRIPTS)
 
 .PHONY: help
 help: ## Show this list
@@ -109,7 +110,7 @@ test-aws: ## Provision, train on and tear down a real cluster on AWS: says what 
 lint: ## Check style, types, shell scripts and Dockerfile
 	$(RUN) --extra dev -- ruff check $(CODE)
 	$(RUN) --extra dev -- ruff format --check $(CODE)
-	$(RUN) --extra dev -- mypy icom provisioning tools textual_inversion_icom.py
+	$(RUN) --extra dev -- mypy icom provisioning tools $(SCRIPTS)
 	$(RUN) --extra dev -- shellcheck provisioning/scripts/*.sh .ci/run
 	$(RUN) --extra dev -- hadolint Dockerfile
 

@@ -22,15 +22,16 @@ from icom.config.convert import ConvertConfig
 from icom.config.data import DataIndexConfig
 from icom.config.demo import DemoConfig
 from icom.config.doctor import DoctorConfig
-from icom.config.finetune import FinetuneConfig, load_finetune_config
+from icom.config.finetune import FinetuneConfig
 from icom.config.generate import GenerateConfig
 from icom.config.launch import LaunchEnvConfig, LaunchKubernetesConfig, LaunchMpirunConfig, LaunchSlurmConfig
 from icom.config.loading import read_flags
 from icom.config.params import ParamsConfig
 from icom.config.precompute import PrecomputeConfig, VerifyConfig, load_precompute_config
 from icom.config.report import ReportConfig
-from icom.config.train import TrainConfig, load_train_config
+from icom.config.train import TrainConfig
 from icom.config.training import RunOptions, to_yaml
+from icom.config.trainings import TRAININGS
 from icom.errors import IcomError
 from icom.files import is_full, write_error
 from icom.names import plain
@@ -80,8 +81,7 @@ COMMANDS: dict[str, tuple[Any, str]] = {
 """Command -> (its options, the function that runs it)."""
 
 FROM_FILES: dict[str, Callable[[Mapping[str, Any]], Any]] = {
-    "train": load_train_config,
-    "finetune": load_finetune_config,
+    **{training.command: training.load for training in TRAININGS},
     "data precompute": load_precompute_config,
     "provision": load_provision_config,
 }

@@ -12,7 +12,8 @@ from icom.errors import UsageError
 ROOT = Path(__file__).parent.parent
 NEEDED = (
     *("Makefile", "README.md", "pyproject.toml", "constraints.txt", "environment.yml", "hosts.example"),
-    *("LICENSE", "NOTICE", "textual_inversion_icom.py", "accelerate_configs", "icom", "provisioning"),
+    *("LICENSE", "NOTICE", "textual_inversion_icom.py", "finetune_icom.py"),
+    *("accelerate_configs", "icom", "provisioning"),
 )
 """What a node needs to be set up and to train. Nothing else goes: a checkout may hold pictures and keys."""
 

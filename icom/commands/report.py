@@ -37,19 +37,22 @@ def show_outcomes(outcomes: Sequence[Outcome]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    names = dict.fromkeys(name for outcome in outcomes for name in outcome.settings if name not in _SHOWN_ELSEWHERE)
-    begun = [outcome.settings for outcome in outcomes if outcome.settings]
-    differing = [name for name in names if len({str(settings.get(name)) for settings in begun}) > 1]
+    begun = [outcome for outcome in outcomes if outcome.settings]
+    several = len({outcome.training for outcome in begun}) > 1
+    names = dict.fromkeys(name for outcome in begun for name in outcome.settings if name not in _SHOWN_ELSEWHERE)
+    differing = [name for name in names if _differs(name, begun)]
     scores = any(outcome.score is not None for outcome in outcomes)
     table = Table(box=None, pad_edge=False)
-    table.add_column("run", overflow="fold")
+    for heading in ("run", *(["training"] if several else [])):
+        table.add_column(heading, overflow="fold")
     table.add_column("state")
     for heading in ("steps", "loss", *(["score"] if scores else []), "seconds"):
         table.add_column(heading, justify="right")
     for name in differing:
         table.add_column(name, overflow="fold")
     for outcome in outcomes:
-        cells = [str(outcome.folder), outcome.state, f"{outcome.step}/{outcome.steps}" if outcome.steps else "–"]
+        cells = [str(outcome.folder), *([outcome.training] if several else []), outcome.state]
+        cells += [f"{outcome.step}/{outcome.steps}" if outcome.steps else "–"]
         cells.append("–" if outcome.loss is None else f"{outcome.loss:.4f}")
         if scores:
             cells.append("–" if outcome.score is None else f"{outcome.score:.0%}")
@@ -58,6 +61,12 @@ def show_outcomes(outcomes: Sequence[Outcome]) -> None:
         table.add_row(*map(escape, cells), style=None if outcome.state == DONE else "yellow")
     # In a file or a pipe a table is as wide as it needs to be.
     Console(highlight=False, width=None if sys.stdout.isatty() else 400).print(table)
+
+
+def _differs(name: str, begun: Sequence[Outcome]) -> bool:
+    """Whether an option is not the same in all runs; one that only another training has says nothing."""
+    knowing = {outcome.training for outcome in begun if name in outcome.settings}
+    return len({str(outcome.settings.get(name)) for outcome in begun if outcome.training in knowing}) > 1
 
 
 def _outcomes(folder: Path) -> list[Outcome]:

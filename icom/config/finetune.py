@@ -148,6 +148,11 @@ class FinetuneConfig(RunOptions, DataOptions, ModelOptions):
             if chosen:
                 raise UsageError(advice)
 
+    def steps_of_examples(self, processes: int) -> int | None:
+        """Optimizer steps that --num_examples_to_see come to, where it is given."""
+        per_step = self.train_batch_size * self.gradient_accumulation_steps * processes
+        return None if self.num_examples_to_see is None else math.ceil(self.num_examples_to_see / per_step)
+
 
 def load_finetune_config(flags: Mapping[str, Any]) -> FinetuneConfig:
     """Lay the flags that were given over --config, and over both the defaults of the model that they name.

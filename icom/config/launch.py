@@ -24,7 +24,8 @@ class LaunchMpirunConfig:
     """
 
     training_options: TrainingOptions = ()
-    """Everything after `--`: the options of `icom train`. They are checked before anything starts."""
+    """Everything after `--`: the options of `icom train`, or `finetune` and its options. They are checked before
+    anything starts."""
     hosts: str
     """Required. File with one host per line (hosts.example explains it); rank 0 runs on the first."""
     n: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None
@@ -47,7 +48,8 @@ class LaunchSlurmConfig:
     """
 
     training_options: TrainingOptions = ()
-    """Everything after `--`: the options of `icom train`. --output_dir has to lie where all nodes see it."""
+    """Everything after `--`: the options of `icom train`, or `finetune` and its options. --output_dir has to lie where
+    all nodes see it."""
     nodes: int
     """Required. Nodes of the job."""
     ppn: int | None = None
@@ -67,8 +69,8 @@ class LaunchSlurmConfig:
     exclusive: bool = False
     """Share the nodes with no other job."""
     array: str | None = None
-    """FILE or FILE%N: a run for each line, N at a time. A line has options of `icom train` that come on top of those
-    after `--`, or names a YAML file of options. What is done already is not done again."""
+    """FILE or FILE%N: a run for each line, N at a time. A line has options that come on top of those after `--`, or
+    names a YAML file of options. What is done already is not done again."""
     container_image: str | None = None
     """Image with icom to run in (Pyxis): a squash file, or registry#name:tag."""
     container_mounts: str | None = None
@@ -121,7 +123,8 @@ class LaunchKubernetesConfig:
     """
 
     training_options: TrainingOptions = ()
-    """Everything after `--`: the options of `icom train`, as the pods see files: below --mount_path."""
+    """Everything after `--`: the options of `icom train`, or `finetune` and its options, as the pods see files: below
+    --mount_path."""
     image: str
     """Required. An image with icom in it that the cluster can pull (make image, make push)."""
     pvc: str

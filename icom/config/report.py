@@ -15,6 +15,6 @@ class ReportConfig:
     """
 
     folders: tyro.conf.Positional[tuple[str, ...]]
-    """Output folders of `icom train`, or folders that hold such."""
+    """Output folders of `icom train` and `icom finetune`, or folders that hold such."""
     json: bool = False
     """Print JSON, a line for each run."""

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
+from icom.config.data import DataOptions
 from icom.errors import IcomError
 from icom.models.parts import PARTS
 
@@ -31,6 +32,38 @@ def pictures(folder: str) -> str:
 
     listed = "\n".join(f"{picture.path.name} {picture.digest}" for picture in list_pictures(folder))
     return hashlib.sha256(listed.encode()).hexdigest()
+
+
+def data(options: DataOptions) -> str:
+    """Of captioned pictures: what their source itself is told by. "" for what only the run looks at.
+
+    Raises:
+        IcomError: there are none, or they cannot be read.
+    """
+    from icom.data.sources import open_source
+
+    return "" if left_to_the_run(options) else open_source(options).digest
+
+
+def left_to_the_run(options: DataOptions) -> str:
+    """Why these data are not looked at beforehand, but by the processes when they start; "" where they are."""
+    place = options.train_data_dir
+    if lies_elsewhere(place):
+        return "do not lie on the machines"
+    folder = Path(place).expanduser()
+    if not (any(folder.rglob("*.tar")) if folder.is_dir() else place.endswith(".tar")):
+        return ""
+    from icom.data.latent_set import SET
+
+    # Else all shards would be read, which takes longer than anybody waits for an answer.
+    beside = folder if folder.is_dir() else folder.parent
+    known = options.index or (beside / "icom-index.parquet").is_file() or (beside / SET).is_file()
+    return "" if known else "have no index beside them"
+
+
+def lies_elsewhere(place: str) -> bool:
+    """Whether it is an address or a command, and no path."""
+    return "://" in place or place.startswith("pipe:")
 
 
 def model(name: str, tokenizer_name: str | None, revision: str | None, variant: str | None) -> str:

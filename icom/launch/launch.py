@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from icom.config.loading import read_flags
-from icom.config.train import TrainConfig, load_train_config
+from icom.config.trainings import TrainingConfig, split_training
 from icom.errors import IcomError, UsageError
 from icom.launch.environment import YOURS, Variable
 
@@ -62,22 +62,23 @@ def become(launch: Launch) -> None:
         raise IcomError(f"Cannot start {launch.argv[0]}: {error.strerror}.") from None
 
 
-def training_config(options: Sequence[str], command: str) -> TrainConfig:
+def training_config(words: Sequence[str], command: str) -> TrainingConfig:
     """Parse and check training options as every rank will.
 
     Args:
-        options: what stands after `--`.
+        words: what stands after `--`.
         command: before it, for messages: "icom launch mpirun --hosts hosts".
 
     Raises:
         UsageError: they are wrong. (What tyro finds ends the process with its own message and exit code 2.)
     """
+    training, options = split_training(words)
     if not options:
         raise UsageError(f"No training options. They come after `--`: {command} -- --config run.yaml")
-    training = load_train_config(read_flags(TrainConfig, options, "icom train"))
-    if training.on:
+    config = training.load(read_flags(training.options, options, f"icom {training.command}"))
+    if config.on:
         raise UsageError("--on is for `icom train` on your own computer; `icom launch` is typed where it runs.")
-    return training
+    return config
 
 
 def count(number: int, one: str, many: str = "") -> str:

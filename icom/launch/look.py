@@ -1,4 +1,4 @@
-"""The look at all nodes before a start, by one process on each: `python -m icom.launch.look SCRIPT TRAINING OPTIONS`.
+"""The look at all nodes before a start, by one process on each: `python -m icom.launch.look SCRIPT [TRAINING] OPTIONS`.
 
 What `icom launch mpirun` does over ssh, for launchers that start something on all nodes at once.
 """
@@ -14,17 +14,17 @@ from pathlib import Path
 from icom.errors import IcomError
 from icom.launch.checks import Target, compare, show_problems
 from icom.launch.launch import training_config
-from icom.launch.probe import Contents, look, read_answer
+from icom.launch.probe import Contents, look, notice_of, read_answer
 from icom.parallel.place import find_place
 from icom.signals import own_process
 
 
-def main(script: str, options: list[str]) -> None:
+def main(script: str, words: list[str]) -> None:
     """Compare what the nodes have; the first one shows what is wrong.
 
     Args:
         script: of the job, in --output_dir; every node has to see it.
-        options: of the training.
+        words: the training and its options.
 
     Raises:
         IcomError: a node cannot take part, or the nodes do not reach each other.
@@ -32,7 +32,7 @@ def main(script: str, options: list[str]) -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # read when torch is first imported, as in icom/cli.py
     from icom.parallel.group import joined
 
-    contents = Contents.of(training_config(options, "python -m icom.launch.look SCRIPT"))
+    contents = Contents.of(training_config(words, "python -m icom.launch.look SCRIPT"))
     place = find_place(os.environ)
     with joined(place) as group:
         answer = look(contents)
@@ -42,6 +42,8 @@ def main(script: str, options: list[str]) -> None:
         answers = [read_answer(json.loads(said)) for said in group.gather(json.dumps(asdict(answer)).encode())]
         targets = [Target(host, local=False, ranks=1) for host in group.hosts]
         problems = compare([*zip(targets, answers, strict=True)])
+        if group.leads and (notice := notice_of(contents)):
+            print(notice, file=sys.stderr)
         if group.leads and problems:
             show_problems(problems)
         if any(problem.stops for problem in problems):

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from icom.config.launch import LaunchEnvConfig, LaunchMpirunConfig
-from icom.config.train import TrainConfig
+from icom.config.trainings import TrainingConfig, split_training
 from icom.errors import IcomError, UsageError
 from icom.launch.checks import Target, check, show_problems
 from icom.launch.environment import (
@@ -26,11 +26,10 @@ from icom.launch.environment import (
 from icom.launch.hosts import Share, read_hosts, share_out
 from icom.launch.launch import Launch, become, count, show, training_config
 from icom.launch.mpi import NAMES, Mpi, command, find_mpi
-from icom.launch.probe import Contents, Request
+from icom.launch.probe import Contents, Request, notice_of
 from icom.parallel.secret import SECRET, find_secret, new_secret
 
 ROOT = Path(__file__).parent.parent.parent
-SCRIPT = ROOT / "textual_inversion_icom.py"
 ACCELERATE_CONFIG = ROOT / "accelerate_configs" / "multi_cpu.yaml"
 
 
@@ -52,8 +51,12 @@ def launch_mpirun(config: LaunchMpirunConfig) -> None:
         show(launch, _own_variables(shares, launch))
         return
     targets = [Target(share.host.name, is_this_machine(share.host.name), share.ranks) for share in shares]
+    script = ROOT / split_training(config.training_options)[0].script
+    request = _request(training, [accelerate_config, script], mpi, master, launch)
+    if notice := notice_of(request.contents):
+        print(notice, file=sys.stderr)
     print(f"icom: asking {count(len(targets), 'host')} (a large model takes a while to read) …", file=sys.stderr)
-    problems = check(targets, _request(training, accelerate_config, mpi, master, launch), os.environ)
+    problems = check(targets, request, os.environ)
     if problems:
         show_problems(problems)
     if any(problem.stops for problem in problems):
@@ -84,7 +87,7 @@ def mpirun(
         shares: the hosts and their numbers of processes.
         master: where rank 0 will listen.
         accelerate_config: for `accelerate launch`, which every process goes through.
-        training_options: as typed.
+        training_options: as typed: the training's name, which may be missing, and its options.
         environment: the user's, which goes first.
         secret: for the processes to know each other by, unless the user gave one.
     """
@@ -93,7 +96,8 @@ def mpirun(
     program = [sys.executable, "-m", "icom.launch.on_host", "accelerate", "launch", "--quiet"]
     program += ["--config_file", str(accelerate_config)]
     program += ["--main_process_ip", master.address, "--main_process_port", str(master.port)]
-    program += [str(SCRIPT), *training_options]
+    training, options = split_training(training_options)
+    program += [str(ROOT / training.script), *options]
     names = {*environment, *(variable.name for variable in variables)}
     return Launch(command(mpi, shares, program, names), variables, f"{NAMES[mpi.flavour]}: {mpi.version}")
 
@@ -162,11 +166,11 @@ def _read_as_accelerate(path: Path) -> None:
         )
 
 
-def _request(training: TrainConfig, accelerate: Path, mpi: Mpi, master: Master, launch: Launch) -> Request:
+def _request(training: TrainingConfig, files: Sequence[Path], mpi: Mpi, master: Master, launch: Launch) -> Request:
     # One that the user set may be no interface's name: Open MPI takes networks and lists too.
     ours = any(v.name in INTERFACES[mpi.flavour] and v.why != YOURS for v in launch.env)
     return Request(
-        contents=Contents.of(training, [str(accelerate), str(SCRIPT)]),
+        contents=Contents.of(training, map(str, files)),
         mpirun=str(mpi.mpirun),
         interface=master.interface if ours else None,
         address=master.address,

@@ -26,7 +26,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from icom import __version__, machine
-from icom.config.train import TrainConfig
+from icom.config.data import DataOptions
+from icom.config.finetune import FinetuneConfig
+from icom.config.trainings import TrainingConfig
 from icom.errors import IcomError
 from icom.launch import digests, mpi
 
@@ -58,6 +60,7 @@ class Contents:
         revision: --revision.
         variant: --variant.
         files: further files.
+        data: all options of where captioned pictures come from (`DataOptions`); None: a folder of pictures alone.
     """
 
     pictures: str
@@ -66,17 +69,24 @@ class Contents:
     revision: str | None
     variant: str | None
     files: list[str]
+    data: dict[str, Any] | None = None
 
     @classmethod
-    def of(cls, training: TrainConfig, files: Iterable[str] = ()) -> Contents:
+    def of(cls, training: TrainingConfig, files: Iterable[str] = ()) -> Contents:
         """Of a training, and of a launcher's own `files`."""
+        data = None
+        named = [training.config]
+        if isinstance(training, FinetuneConfig):
+            data = {field.name: getattr(training, field.name) for field in fields(DataOptions)}
+            named += [training.idx_to_prompt, training.from_scratch if training.from_scratch != "model" else None]
         return cls(
             pictures=training.train_data_dir,
             model=training.pretrained_model_name_or_path,
             tokenizer=training.tokenizer_name,
             revision=training.revision,
             variant=training.variant,
-            files=[*files, *([training.config] if training.config else [])],
+            files=[*files, *filter(None, named)],
+            data=data,
         )
 
 
@@ -214,6 +224,14 @@ def look(contents: Contents) -> Answer:
     return Answer(versions, found, machine.usable_cores(), problems)
 
 
+def notice_of(contents: Contents) -> str:
+    """For the user: which data are not compared before the start; "" where all are."""
+    why = digests.left_to_the_run(DataOptions(**contents.data)) if contents.data else ""
+    if not why:
+        return ""
+    return f"icom: the data {contents.pictures} {why}: the processes compare them when they start, and nobody before."
+
+
 def _say(message: dict[str, Any]) -> None:
     sys.stdout.write(to_line(message))
     sys.stdout.flush()
@@ -238,7 +256,7 @@ def _contents(contents: Contents) -> tuple[dict[str, str], list[Problem]]:
     for name in contents.files:
         found[name], problem = _attempt(digests.file, Path(name))
         problems += [problem] if problem else []
-    found[PICTURES], problem = _attempt(digests.pictures, contents.pictures)
+    found[PICTURES], problem = _attempt(_pictures, contents)
     problems += [problem] if problem else []
     return found, problems
 
@@ -250,6 +268,10 @@ def _no_interface(name: str | None) -> Problem | None:
     others = ", ".join(other for other in there if other != "lo")
     fix = f"mpirun wants the same name everywhere; there are {others}. Rename it there (ip link, netplan)"
     return f"no network interface {name}", fix
+
+
+def _pictures(contents: Contents) -> str:
+    return digests.pictures(contents.pictures) if contents.data is None else digests.data(DataOptions(**contents.data))
 
 
 def _model(contents: Contents) -> str:

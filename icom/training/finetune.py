@@ -61,7 +61,7 @@ from icom.training.ema import Decay, Ema, limit_of_half_life
 from icom.training.first_weights import first_unet, weights_in
 from icom.training.loop import Advance, Steps, diverged, loop
 from icom.training.pipeline_folder import write_pipeline
-from icom.training.report import Metrics, grid, loss_curve, save_png
+from icom.training.report import LOSS_CURVE, Metrics, grid, loss_curve, save_png
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -182,6 +182,10 @@ def _finetune(config: FinetuneConfig, group: Group, until_end: ExitStack) -> Cal
         write_atomically(start.output / "config.yaml", to_yaml(config).encode())
         tracking.start(accelerator, config, "text2image-fine-tune")
         _say_start(run, start, state)
+        if state.step == config.max_train_steps:  # nothing is left to do, but the run may have ended before this was
+            write_pipeline(
+                run.output, run.model, run.unet, state.mean or state.parameters, run.objective.noise_scheduler
+            )
     metrics = Metrics(start.output / "metrics.jsonl", after_step=state.step) if group.leads else None
     with _feed(run, state.next_sample) as feed:
         steps = Steps(
@@ -234,9 +238,7 @@ def _settle(
         )
     per_step = config.train_batch_size * config.gradient_accumulation_steps * group.size
     epoch = math.ceil((records - config.num_validation_samples) / per_step)
-    steps = config.max_train_steps
-    if steps is None and config.num_examples_to_see is not None:
-        steps = math.ceil(config.num_examples_to_see / per_step)
+    steps = config.max_train_steps or config.steps_of_examples(group.size)
     every = config.validation_steps
     if config.validation_epochs is not None:
         every = config.validation_epochs * epoch
@@ -552,7 +554,7 @@ def _say_start(run: FinetuneRun, start: Start, state: State) -> None:
 
 def _finish(run: FinetuneRun, metrics: Metrics, began: float) -> None:
     """Say where everything is and how to use it."""
-    loss_curve(metrics.rows, run.output / "loss.png")
+    loss_curve(metrics.rows, run.output / LOSS_CURVE)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(f"\nTrained in {time.monotonic() - began:.0f} s, peak memory {peak:.1f} GB. In {run.output}:")
     print("  current_pipeline (StableDiffusionPipeline.from_pretrained)")

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from icom.config.loading import read_yaml
+from icom.config.trainings import training_of
 from icom.errors import UsageError
 from icom.files import write_atomically
 from icom.training.lock import is_running
-from icom.training.report import read_metrics
+from icom.training.report import LOSS_CURVE, read_metrics
 
 DONE, RUNNING, STOPPED, BEGUN, NONE = "done", "running", "stopped", "begun", "no run"
 SCORE = "score.json"
@@ -33,6 +34,7 @@ class Outcome:
         seconds: that the steps took, in all.
         score: share of the right pictures, where something judged them (`icom demo` does); None elsewhere.
         settings: its config.yaml.
+        training: the command that it was: train, finetune; empty where there is no run.
     """
 
     folder: Path
@@ -43,11 +45,12 @@ class Outcome:
     seconds: float = 0.0
     score: float | None = None
     settings: dict[str, Any] = field(default_factory=dict)
+    training: str = ""
 
 
 def read_outcome(folder: Path) -> Outcome:
     """Look at a folder; one without a run is no error."""
-    config, embedding = folder / "config.yaml", folder / "learned_embeds.safetensors"
+    config, last = folder / "config.yaml", folder / LOSS_CURVE
     rows = read_metrics(folder / "metrics.jsonl")
     if not config.is_file():
         return Outcome(folder, RUNNING if is_running(folder) else NONE)
@@ -56,13 +59,16 @@ def read_outcome(folder: Path) -> Outcome:
     except UsageError:
         return Outcome(folder, NONE)
     step, steps = (int(rows[-1]["step"]) if rows else 0), settings.get("max_train_steps")
-    # Both are written by every run, the embedding at its end.
-    done = step == steps and embedding.is_file() and embedding.stat().st_mtime_ns >= config.stat().st_mtime_ns
+    training = training_of(settings)
+    # Every run writes its config.yaml at its start, and the loss curve at its end.
+    ended = last.is_file() and last.stat().st_mtime_ns >= config.stat().st_mtime_ns
+    done = step == steps and ended and (folder / training.result).exists()
     state = RUNNING if is_running(folder) else DONE if done else STOPPED if rows else BEGUN
     losses = [row["loss"] for row in rows[-RECENT:]]
     seconds = sum(row["seconds"] for row in rows)
     loss = statistics.mean(losses) if losses else None
-    return Outcome(folder, state, step, steps, loss, seconds, _read_score(folder) if done else None, settings)
+    score = _read_score(folder) if done else None
+    return Outcome(folder, state, step, steps, loss, seconds, score, settings, training.command)
 
 
 def write_score(folder: Path, **shares: float) -> None:

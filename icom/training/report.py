@@ -28,6 +28,8 @@ A1111_SAMPLERS = {
     "unipc": "UniPC",
 }
 """Our names of samplers (icom.models.pipelines.SAMPLERS) -> A1111's."""
+LOSS_CURVE = "loss.png"
+"""What each training writes to --output_dir at its end, after what it was for."""
 
 
 class Metrics:

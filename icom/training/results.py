@@ -23,7 +23,7 @@ from icom.models import hub, loading, pipelines
 from icom.progress import progress
 from icom.training import tracking
 from icom.training.checkpoint import VALIDATION, State
-from icom.training.report import grid, loss_curve, model_card, save_png
+from icom.training.report import LOSS_CURVE, grid, loss_curve, model_card, save_png
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -98,8 +98,8 @@ def finish(
         buffer = io.BytesIO()
         torch.save(load_file(output / EMBEDDING), buffer)
         write_atomically(output / "learned_embeds.bin", buffer.getvalue())
-    loss_curve(rows, output / "loss.png")
-    pictures = ["loss.png"]
+    loss_curve(rows, output / LOSS_CURVE)
+    pictures = [LOSS_CURVE]
     if count := _comparison_images(run, rows):
         save_png(_comparison(run, initial, count), output / "comparison.png")
         pictures.insert(0, "comparison.png")

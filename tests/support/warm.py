@@ -106,6 +106,7 @@ def _serve(requests: socket.socket) -> None:
 
     import icom.commands.demo
     import icom.commands.generate
+    import icom.training.finetune
     import icom.training.train  # noqa: F401
 
     while True:

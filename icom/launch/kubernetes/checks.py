@@ -6,9 +6,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
+from icom.config.finetune import FinetuneConfig
 from icom.config.launch import LaunchKubernetesConfig
-from icom.config.train import TrainConfig
+from icom.config.trainings import TrainingConfig
 from icom.errors import UsageError
+from icom.launch.digests import lies_elsewhere
 
 _LONGEST_NAME = 45
 """The operators append -launcher-xxxxx, -node-0-12-xxxxx and the like, and 63 is the most for all."""
@@ -17,12 +19,13 @@ _SUBDOMAIN = re.compile(rf"(?=.{{1,253}}$){_LABEL.pattern}(\.{_LABEL.pattern})*"
 _QUANTITY = re.compile(r"(\d+(\.\d*)?|\.\d+)(m|[kMGTPE]|[KMGTPE]i)?")
 _LABEL_PART = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 _NODE_LABEL = re.compile(rf"({_SUBDOMAIN.pattern}/)?{_LABEL_PART}=({_LABEL_PART})?".replace("(?=.{1,253}$)", ""))
-_ON_THE_VOLUME = ("output_dir", "train_data_dir")
-"""Options that are folders, whatever they look like; of others only what is one by its looks."""
+_ON_THE_VOLUME = ("output_dir", "train_data_dir", "index", "idx_to_prompt", "from_scratch", "weights_from", "ema_from")
+"""Options that are folders or files, whatever they look like; of others only what is one by its looks."""
 _MAYBE_PATHS = ("pretrained_model_name_or_path", "tokenizer_name", "initial_embedding", "cache_dir")
+"""Not each training has all of these."""
 
 
-def check(config: LaunchKubernetesConfig, training: TrainConfig) -> None:
+def check(config: LaunchKubernetesConfig, training: TrainingConfig) -> None:
     """Look at the options alone.
 
     Raises:
@@ -63,15 +66,15 @@ def _of_amounts(config: LaunchKubernetesConfig) -> Iterator[str]:
             yield f"--{option} {amount!r}: Kubernetes writes amounts as {example}."
 
 
-def _of_training(config: LaunchKubernetesConfig, training: TrainConfig) -> Iterator[str]:
+def _of_training(config: LaunchKubernetesConfig, training: TrainingConfig) -> Iterator[str]:
     mount = PurePosixPath(config.mount_path)
     if not mount.is_absolute() or ".." in mount.parts or ":" in config.mount_path or len(mount.parts) < 2:
         yield f"--mount_path {config.mount_path!r}: a folder in the pods, for instance /data."
         return
     where = f"the volume of --pvc {config.pvc}, which is {mount} in the pods (--mount_path)"
     for option in _ON_THE_VOLUME:
-        value = getattr(training, option)
-        if option == "train_data_dir" and value.split(":")[0] == "bundled":
+        value = getattr(training, option, None)
+        if value is None or _is_no_file(training, option, value):
             continue
         if not _lies_below(value, mount):
             yield (
@@ -79,7 +82,7 @@ def _of_training(config: LaunchKubernetesConfig, training: TrainConfig) -> Itera
                 + ("What is written elsewhere ends with the pod." if option == "output_dir" else _COPY)
             )
     for option in _MAYBE_PATHS:
-        value = getattr(training, option)
+        value = getattr(training, option, None)
         if value and _is_path(value) and not _lies_below(value, mount):
             yield f"--{option} {value} does not lie on {where}. " + _COPY
     if training.resume_from_checkpoint not in (None, "latest"):
@@ -95,6 +98,13 @@ def _of_training(config: LaunchKubernetesConfig, training: TrainConfig) -> Itera
 
 
 _COPY = "Copy it there first (docs/kubernetes.md#pictures)."
+
+
+def _is_no_file(training: TrainingConfig, option: str, value: str) -> bool:
+    """Whether what would be a file elsewhere ships with icom, is made up, or lies behind an address."""
+    if isinstance(training, FinetuneConfig):
+        return (option, value) == ("from_scratch", "model") or lies_elsewhere(value) or value.startswith("synthetic:")
+    return option == "train_data_dir" and value.partition(":")[0] == "bundled"
 
 
 def _is_path(value: str) -> bool:

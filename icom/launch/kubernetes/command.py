@@ -14,7 +14,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from icom.config.launch import LaunchKubernetesConfig
-from icom.config.train import TrainConfig
+from icom.config.trainings import TrainingConfig
 from icom.errors import IcomError
 from icom.launch.kubernetes.checks import check
 from icom.launch.kubernetes.manifests import Object, files_pod, instance, manifests
@@ -152,7 +152,7 @@ def _removal(config: LaunchKubernetesConfig) -> str:
     return shlex.join([*_kubectl(config), "delete", f"{main},secret,configmap", f"--selector={instance(config)}"])
 
 
-def _told(config: LaunchKubernetesConfig, training: TrainConfig) -> str:
+def _told(config: LaunchKubernetesConfig, training: TrainingConfig) -> str:
     """What was started, and the commands for it."""
     own = shlex.join(_kubectl(config))
     files = f"{config.name}-files"

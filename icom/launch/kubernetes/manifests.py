@@ -13,8 +13,8 @@ from __future__ import annotations
 from typing import Any
 
 from icom.config.launch import LaunchKubernetesConfig
-from icom.config.train import TrainConfig
 from icom.config.training import to_yaml
+from icom.config.trainings import TrainingConfig, split_training
 from icom.parallel.place import DEFAULT_PORT
 from icom.parallel.secret import SECRET
 
@@ -53,7 +53,7 @@ _CONTAINER_SECURITY: Object = {
 INSTANCE = "app.kubernetes.io/instance"
 
 
-def manifests(config: LaunchKubernetesConfig, training: TrainConfig, secret: str) -> list[Object]:
+def manifests(config: LaunchKubernetesConfig, training: TrainingConfig, secret: str) -> list[Object]:
     """All that is applied, in this order; the last object is what starts the pods. Pure: it looks at nothing but these.
 
     Args:
@@ -70,9 +70,11 @@ def manifests(config: LaunchKubernetesConfig, training: TrainConfig, secret: str
     return objects + _KINDS[config.kind](config, training)
 
 
-def training_arguments(config: LaunchKubernetesConfig, training: TrainConfig) -> list[str]:
-    """The options of `icom train` in the pods."""
-    options = ["--config", f"{CONFIG_FOLDER}/config.yaml"] if training.config else list(config.training_options)
+def training_arguments(config: LaunchKubernetesConfig, training: TrainingConfig) -> list[str]:
+    """The training's options in the pods."""
+    _, options = split_training(config.training_options)
+    if training.config:
+        options = ["--config", f"{CONFIG_FOLDER}/config.yaml"]
     if training.config or training.resume_from_checkpoint is None:
         options += ["--resume_from_checkpoint", "latest"]
     return options
@@ -100,7 +102,7 @@ def instance(config: LaunchKubernetesConfig) -> str:
     return f"{INSTANCE}={config.name}"
 
 
-def _job(config: LaunchKubernetesConfig, training: TrainConfig) -> list[Object]:
+def _job(config: LaunchKubernetesConfig, training: TrainingConfig) -> list[Object]:
     # Pods find each other by it while they start, so before they are ready.
     service = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": _labels(config)}
     env = [
@@ -118,7 +120,7 @@ def _job(config: LaunchKubernetesConfig, training: TrainConfig) -> list[Object]:
     ]
 
 
-def _trainjob(config: LaunchKubernetesConfig, training: TrainConfig) -> list[Object]:
+def _trainjob(config: LaunchKubernetesConfig, training: TrainingConfig) -> list[Object]:
     # A runtime of its own: what a TrainJob may change in the cluster's torch-distributed is called otherwise in each
     # version of Trainer, and reaches neither restarts nor the containers' security.
     container = _container(config, training, "node")
@@ -151,7 +153,7 @@ def _trainjob(config: LaunchKubernetesConfig, training: TrainConfig) -> list[Obj
     ]
 
 
-def _pytorchjob(config: LaunchKubernetesConfig, training: TrainConfig) -> list[Object]:
+def _pytorchjob(config: LaunchKubernetesConfig, training: TrainingConfig) -> list[Object]:
     container = _container(config, training, "pytorch") | _program(config, training)
 
     def replicas(count: int) -> Object:
@@ -171,12 +173,13 @@ def _pytorchjob(config: LaunchKubernetesConfig, training: TrainConfig) -> list[O
     return [_object("kubeflow.org/v1", "PyTorchJob", config, spec=spec)]
 
 
-def _mpijob(config: LaunchKubernetesConfig, training: TrainConfig) -> list[Object]:
+def _mpijob(config: LaunchKubernetesConfig, training: TrainingConfig) -> list[Object]:
     accelerate = f"{SOURCE}/accelerate_configs/{'mpirun_gpu' if config.gpus else 'multi_cpu'}.yaml"
     launch = ["--hosts", "/etc/mpi/hostfile", "--mpi", "intel", "--accelerate_config", accelerate, "--"]
+    words = split_training(config.training_options)[0].words
     launcher = _container(config, training, "launcher", computes=False) | {
         "command": ["icom", "launch", "mpirun"],
-        "args": _literal([*launch, *training_arguments(config, training)]),
+        "args": _literal([*launch, *words, *training_arguments(config, training)]),
     }
     worker = _container(config, training, "worker") | {
         "command": ["/opt/icom/bin/icom-sshd"],
@@ -232,10 +235,11 @@ def _job_spec(config: LaunchKubernetesConfig, container: str, template: Object) 
     }
 
 
-def _program(config: LaunchKubernetesConfig, training: TrainConfig) -> Object:
+def _program(config: LaunchKubernetesConfig, training: TrainingConfig) -> Object:
     """What a pod runs: one process, or one for each GPU."""
     several = ["python", "-m", "icom.launch.processes", str(config.gpus)] if config.gpus > 1 else []
-    return {"command": [*several, "icom", "train"], "args": _literal(training_arguments(config, training))}
+    command = split_training(config.training_options)[0].command
+    return {"command": [*several, "icom", command], "args": _literal(training_arguments(config, training))}
 
 
 def _literal(words: list[str]) -> list[str]:
@@ -243,7 +247,7 @@ def _literal(words: list[str]) -> list[str]:
     return [word.replace("$", "$$") for word in words]
 
 
-def _container(config: LaunchKubernetesConfig, training: TrainConfig, name: str, *, computes: bool = True) -> Object:
+def _container(config: LaunchKubernetesConfig, training: TrainingConfig, name: str, *, computes: bool = True) -> Object:
     """A container without its command; `computes`: whether it trains itself."""
     caches = f"{config.mount_path.rstrip('/')}/.cache"
     container: Object = {
@@ -283,7 +287,7 @@ def _resources(config: LaunchKubernetesConfig) -> Object:
 
 
 def _template(
-    config: LaunchKubernetesConfig, training: TrainConfig, container: Object, *, computes: bool = True, **more: Any
+    config: LaunchKubernetesConfig, training: TrainingConfig, container: Object, *, computes: bool = True, **more: Any
 ) -> Object:
     """A pod template, of one container."""
     claim = {"claimName": config.pvc}

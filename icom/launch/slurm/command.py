@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from icom.config.launch import LaunchSlurmConfig
-from icom.config.train import TrainConfig
 from icom.config.training import to_yaml
+from icom.config.trainings import TrainingConfig, split_training
 from icom.errors import IcomError, UsageError
 from icom.files import make_writable_folder, write_atomically
 from icom.launch.launch import count, training_config
@@ -29,11 +29,12 @@ def launch_slurm(config: LaunchSlurmConfig) -> None:
         UsageError: options, training options or the array's file are wrong.
         IcomError: there is no Slurm, it does not take the job; with --wait: the job failed, with its exit code.
     """
+    kind, options = split_training(config.training_options)
     tasks, at_once, resumes = None, None, False
     if config.array:
         file, at_once = split_array(config.array)
-        tasks = read_array(file, config.training_options)
-        folder = Path(common_folder(config.training_options)).expanduser().absolute()
+        tasks = read_array(file, config.training_options, config.nodes * processes_per_node(config))
+        folder = Path(common_folder(kind, options)).expanduser().absolute()
         for task in tasks:
             _check(task.training, config)
     else:
@@ -51,7 +52,8 @@ def launch_slurm(config: LaunchSlurmConfig) -> None:
         return
     script = job_script(
         config,
-        training=_training_lines(config.training_options, folder if tasks else None, resumes=resumes),
+        training=kind,
+        options=_option_lines(options, folder if tasks else None, resumes=resumes),
         folder=folder,
         chdir=Path.cwd(),
         cpus_per_task=config.cpus_per_task or _all_cpus(config),
@@ -87,7 +89,7 @@ class _Ended(IcomError):
         self.exit_code = code
 
 
-def _check(training: TrainConfig, config: LaunchSlurmConfig) -> None:
+def _check(training: TrainingConfig, config: LaunchSlurmConfig) -> None:
     if training.resume_from_checkpoint not in (None, "latest"):
         raise UsageError(
             f"{RESUME} {training.resume_from_checkpoint}: a job that starts again would go back to it every time. Jobs "
@@ -104,7 +106,7 @@ def _check(training: TrainConfig, config: LaunchSlurmConfig) -> None:
             )
 
 
-def _training_lines(options: Sequence[str], array: Path | None, *, resumes: bool) -> list[str]:
+def _option_lines(options: Sequence[str], array: Path | None, *, resumes: bool) -> list[str]:
     """The training's options for the script, which goes on from what is there; `resumes`: they say so themselves."""
     resume = f"{RESUME} latest"
     if array:

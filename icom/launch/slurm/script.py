@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from icom.config.launch import LaunchSlurmConfig
+from icom.config.trainings import Training
 from icom.errors import UsageError
 
 SAVE_SECONDS = 120
@@ -47,10 +48,10 @@ step=(--cpus-per-task="${{SLURM_CPUS_PER_TASK:-1}}" --kill-on-bad-exit=0 --wait=
 code=0
 # Do all nodes have the same icom, pictures and model, and do they reach each other?
 srun "${{step[@]}}" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 \\
-  "$python" -m icom.launch.look {script} "${{training[@]}}" || code=$?
+  "$python" -m icom.launch.look {script}{words} "${{training[@]}}" || code=$?
 if ((code == 0)); then
   srun "${{step[@]}}" --ntasks-per-node={ppn} \\
-    "$python" -m icom.launch.on_host "$python" -m icom train "${{training[@]}}" || code=$?
+    "$python" -m icom.launch.on_host "$python" -m icom {command} "${{training[@]}}" || code=$?
 fi
 
 # 75: a process was lost. 143: SIGTERM, before the time limit or for a job that goes first. 137: SIGKILL of one process
@@ -71,7 +72,8 @@ exit "$code"
 def job_script(
     config: LaunchSlurmConfig,
     *,
-    training: Sequence[str],
+    training: Training,
+    options: Sequence[str],
     folder: Path,
     chdir: Path,
     cpus_per_task: int | None,
@@ -82,7 +84,8 @@ def job_script(
 
     Args:
         config: of the command.
-        training: lines of the shell's with the options of `icom train`, from `shell_lines`.
+        training: what is started.
+        options: lines of the shell's with its options, from `shell_lines`.
         folder: absolute; the script and the logs lie in it.
         chdir: the job's working directory, absolute.
         cpus_per_task: CPUs of each process; None: Slurm's default.
@@ -131,10 +134,12 @@ def job_script(
     body = _RUNS.format(
         max_requeues=config.max_requeues,
         python="python" if config.container_image else shlex.quote(sys.executable),
-        training="\n".join(f"  {line}" for line in training),
+        training="\n".join(f"  {line}" for line in options),
         script=shlex.quote(str(script)),
         container=container,
         ppn=ppn,
+        command=training.command,
+        words="".join(f" {word}" for word in training.words),
     )
     return "\n".join([*head, *lines]) + "\n" + body
 

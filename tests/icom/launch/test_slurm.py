@@ -400,7 +400,7 @@ def test_runs_of_an_array_lie_where_the_common_file_says(
     words = ("--array", "runs.txt", "--", "--config", "common.yaml", *options)
     said = icom("launch", "slurm", "--nodes", "1", "--dry_run", *words)
     assert f"--config {tmp_path}/sweep/tasks/" in said.out and f"#SBATCH --output={tmp_path}/sweep/" in said.out
-    tasks = read_array(Path("runs.txt"), ["--config", "common.yaml", *options])
+    tasks = read_array(Path("runs.txt"), ["--config", "common.yaml", *options], processes=2)
     assert [task.training.output_dir for task in tasks] == ["sweep/0", "sweep/1"]
 
 

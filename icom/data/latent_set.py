@@ -26,7 +26,7 @@ from safetensors.torch import save
 
 from icom.config.precompute import KeptDtype, ShardFormat
 from icom.data.latent_files import MAKE_AGAIN, METADATA, ParquetReader, Reader, TarReader
-from icom.data.metadata import need_pyarrow
+from icom.data.metadata import need_data_extra
 from icom.data.order import WINDOW
 from icom.data.records import Kind, Record
 from icom.errors import IcomError, UsageError
@@ -357,7 +357,7 @@ def open_latents(folder: Path) -> LatentSource | None:
         return None
     made, empty = found
     if made.format == "parquet":
-        need_pyarrow(f"Reading the latents in {folder}")
+        need_data_extra(f"Reading the latents in {folder}")
     shards = {number: read_shard(folder, number, made, digest=False) for number in range(made.shards)}
     _refuse_missing(folder, made, [number for number, shard in shards.items() if shard is None])
     with_records = {number: shard for number, shard in shards.items() if shard is not None and shard.records}

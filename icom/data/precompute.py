@@ -22,7 +22,7 @@ from icom.data.damage import Damage
 from icom.data.encode import Encoders, encoder_digests, load_encoders
 from icom.data.latent_files import Kept, ParquetWriter, TarWriter, Writer, whole_file
 from icom.data.latent_set import MadeWith, Shard, read_shard, shard_path, write_set, write_shard
-from icom.data.metadata import need_pyarrow
+from icom.data.metadata import need_data_extra
 from icom.data.records import DamagedRecord, Source
 from icom.data.sampling import raw_words
 from icom.data.sources import open_source
@@ -80,7 +80,7 @@ def _precompute(config: PrecomputeConfig, group: Group) -> None:
     """All that the processes do together."""
     part, parts = part_of(config.part, os.environ)
     if config.format == "parquet":
-        need_pyarrow("--format parquet")
+        need_data_extra("--format parquet")
     source = open_source(config)
     if source.kind != "pictures":
         raise UsageError(f"{config.train_data_dir} holds latents already: name the pictures with --train_data_dir.")

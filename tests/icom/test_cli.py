@@ -170,7 +170,8 @@ SURFACE = {
 """People's scripts rely on these: adding one means adding it here, removing one is a breaking change."""
 
 POSITIONAL = {
-    "data precompute": {"filters"},  # filters.COLUMN=CONDITION
+    "finetune": {"filters"},  # filters.COLUMN=CONDITION
+    "data precompute": {"filters"},
     "data verify": {"folder"},
     "data index": {"source"},
     "convert": {"embedding"},

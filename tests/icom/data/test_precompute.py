@@ -500,7 +500,7 @@ def test_without_pyarrow(
     """Tars need none."""
     parquet = make("parquet")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    advice = "needs pyarrow: python -m pip install 'icom[data]'"
+    advice = "needs pyarrow, which comes with the extra `data`"
     assert_message(icom(*arguments("synthetic:3", tmp_path / "latents")), 1, f"--format parquet {advice}")
     assert_message(icom(*finetune(tmp_path / "out", parquet)), 1, f"Reading the latents in {parquet} {advice}")
     assert opened(make("tar", format="tar")).read(0).latents is not None

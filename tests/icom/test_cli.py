@@ -85,7 +85,8 @@ SURFACE = {
     "finetune": {
         *("pretrained_model_name_or_path", "tokenizer_name", "revision", "variant", "from_scratch", "weights_from"),
         *("train_data_dir", "index", "image_column", "caption_column", "idx_to_prompt", "filters", "max_train_samples"),
-        *("max_damaged_share", "resolution", "center_crop", "random_flip", "image_interpolation_mode"),
+        *("max_damaged_share", "shard_cache_gb", "resolution", "center_crop", "random_flip"),
+        *("image_interpolation_mode",),
         *("dataloader_num_workers", "caption_dropout_rate", "prediction_type", "rescale_betas_zero_snr", "snr_gamma"),
         *("noise_offset", "train_batch_size", "gradient_accumulation_steps", "max_train_steps", "num_train_epochs"),
         *("num_examples_to_see", "learning_rate", "scale_lr", "lr_scheduler", "lr_warmup_steps", "lr_num_cycles"),

@@ -226,7 +226,8 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
         process.communicate()
 
 
-@pytest.mark.parametrize("shards", ["parquet", long("tar")])
+@pytest.mark.long
+@pytest.mark.parametrize("shards", FORMATS)
 def test_killed_at_random_moments(
     make: Callable[..., Path], start: Callable[..., subprocess.Popen[str]], tmp_path: Path, shards: str
 ) -> None:
@@ -250,6 +251,7 @@ def test_killed_at_random_moments(
     assert all((folder / name).stat().st_mtime_ns == when for name, when in made.items())
 
 
+@pytest.mark.long
 def test_interrupt_leaves_whole_shards(
     make: Callable[..., Path], start: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
@@ -265,6 +267,7 @@ def test_interrupt_leaves_whole_shards(
     assert {"00000", "00001"} <= shards == {path.stem for path in folder.glob("*.json")}
 
 
+@pytest.mark.long
 def test_full_disk(icom: Icom, make: Callable[..., Path], tmp_path: Path) -> None:
     """It is named, what is whole stays, and elsewhere the rest is made."""
     options: dict[str, object] = {"samples_per_shard": 3, "resolution": 64}
@@ -284,7 +287,8 @@ def test_full_disk(icom: Icom, make: Callable[..., Path], tmp_path: Path) -> Non
     assert content(kept) == expected
 
 
-@pytest.mark.parametrize("shards", ["parquet", long("tar")])
+@pytest.mark.long
+@pytest.mark.parametrize("shards", FORMATS)
 def test_ranks_make_what_one_process_makes(
     make: Callable[..., Path], tmp_path: Path, photos: Path, shards: str
 ) -> None:
@@ -525,7 +529,7 @@ def losses(output: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("shards", FORMATS)
+@pytest.mark.parametrize("shards", ["parquet", long("tar")])
 def test_training_on_latents_has_the_losses_of_training_on_pictures(
     make: Callable[..., Path], icom: Icom, photos: Path, tmp_path: Path, shards: str
 ) -> None:

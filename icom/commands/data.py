@@ -11,6 +11,7 @@ from icom.data.remote import is_remote
 from icom.data.shards import ShardCache, common_root, find_shards
 from icom.errors import IcomError, UsageError
 from icom.files import cache_folder
+from icom.names import plain
 
 
 def index(config: DataIndexConfig) -> None:
@@ -35,4 +36,4 @@ def index(config: DataIndexConfig) -> None:
     print(f"{output}: {len(made.table):,} samples in {len(made.shards):,} shards")
     print("  with " + ", ".join(f"{'picture' if m == 'image' else f'.{m}'} {counts[m]:,}" for m in MEMBERS))
     if kinds:
-        print("  fields of .json: " + ", ".join(f"{name} ({kind})" for name, kind in kinds.items()))
+        print(plain("  fields of .json: " + ", ".join(f"{name} ({kind})" for name, kind in kinds.items())))

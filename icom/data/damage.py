@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from icom.data.records import DamagedRecord
 from icom.errors import IcomError
+from icom.names import plain
 
 _NAMED = 20
 """So many are named; the rest is counted."""
@@ -54,7 +55,7 @@ class Damage:
             return
         self._known.add(record.key)
         if len(self._known) <= _NAMED:
-            print(f"icom: left out: {record}", file=sys.stderr)
+            print(plain(f"icom: left out: {record}", keep=""), file=sys.stderr)  # names that others chose
         elif len(self._known) == _NAMED + 1:
             print("icom: further damaged samples are counted, not named.", file=sys.stderr)
 

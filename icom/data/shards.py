@@ -12,6 +12,7 @@ import os
 import re
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -30,6 +31,7 @@ WHY_NOT_COMPRESSED = (
 _SPECIAL = re.compile(r"[{*?\[]")
 """Where a pattern begins to be one."""
 _GROUPS = re.compile(r"[*?\[]")
+_ABANDONED = 24 * 3600.0  # seconds without a byte, after which nobody writes a file any more
 _LOOKERS = 16  # requests at a time, to ask for sizes
 
 
@@ -214,7 +216,11 @@ class ShardCache:
     def _fetch(self, shard: Shard, path: Path) -> None:
         if self._limit is not None:
             self._make_room(shard.size or 0)
-        with tempfile.NamedTemporaryFile(dir=self._folder, prefix=".", delete=False) as file:
+        for left in self._folder.glob(f".{path.name}.*"):  # by a process that was killed
+            with suppress(OSError):
+                if time.time() - left.stat().st_mtime > _ABANDONED:
+                    left.unlink()
+        with tempfile.NamedTemporaryFile(dir=self._folder, prefix=f".{path.name}.", delete=False) as file:
             try:
                 found = remote.fetch(shard.place, file)
                 _refuse_others(shard, found.size, found.stamp)

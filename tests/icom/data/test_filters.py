@@ -6,6 +6,7 @@ The truth is written by hand, twice for each: as an expression of pyarrow's, and
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ import yaml
 from icom.config.data import DataOptions
 from icom.config.loading import layers, merge, read_flags, read_yaml
 from icom.data.filters import fields, parse_filters, select
+from icom.data.metadata import columns
 from icom.errors import UsageError
+from tests.support.command import ROOT
 
 Sample = dict[str, Any]
 
@@ -228,3 +231,12 @@ def test_filters_come_from_files_and_flags(tmp_path: Path) -> None:
     assert merge(DataOptions, layers(flags), None).filters == {"width": ">=512", "b": ["x", 1], "c": "1..2 or don't"}
     with pytest.raises(UsageError, match="Cannot understand the filter width"):
         merge(DataOptions, [{"train_data_dir": "x", "filters": {"width": ">"}}], None)
+
+
+def test_documentation_has_filters_that_work() -> None:
+    (block,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/data.md").read_text(), re.DOTALL)
+    condition = parse_filters(yaml.safe_load(block)["filters"])
+    one = {"original_width": 600, "pwatermark": 0.1, "aspect_ratio": 2.0, "licence": "cc0", "language": "en"}
+    tried = [one | {"aesthetic": 7}, one | {"aesthetic": 5, "similarity": 0.4}, one | {"aesthetic": 5}]
+    tried += [one | {"aesthetic": 7, "language": "fr"}, one | {"aesthetic": 7, "aspect_ratio": 2.1}]
+    assert select(condition, columns(tried)).taken.tolist() == [True, True, False, False, False]

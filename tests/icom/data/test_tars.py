@@ -10,6 +10,7 @@ import gzip
 import io
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tarfile
@@ -36,6 +37,7 @@ from icom.data.sources import open_source
 from icom.errors import IcomError, UsageError
 from tests.support.clone import server
 from tests.support.command import Result
+from tests.support.small_disk import on_a_disk
 
 Icom = Callable[..., Result]
 Sample = dict[str, Any]
@@ -240,6 +242,7 @@ def test_incomplete_samples_are_named_and_damaged_ones_too(tmp_path: Path, capsy
         *map(sample, range(10)),
         sample(10, txt=None),
         sample(11, png=None),
+        sample(99, __key__="\x1b[2Jclear", txt=None),
         sample(12, png=picture(1)[:30]),
         sample(13, txt=" "),
     )
@@ -247,11 +250,12 @@ def test_incomplete_samples_are_named_and_damaged_ones_too(tmp_path: Path, capsy
     told = capsys.readouterr().err
     assert "left out: 0.tar/000010: no caption" in told
     assert "left out: 0.tar/000011: no picture" in told
+    assert "left out: 0.tar/clear: no caption" in told  # what a stranger called it does not reach the terminal
     assert len(source) == 12
     for number, reason in ((10, "not a picture"), (11, "empty")):
         with pytest.raises(DamagedRecord, match=rf"0\.tar/0000{number + 2}: .*{reason}"):
             source.read(number)
-    with pytest.raises(IcomError, match=r"2 of 14 samples in .* are damaged"):
+    with pytest.raises(IcomError, match=r"3 of 15 samples in .* are damaged"):
         opened(tmp_path)
 
 
@@ -362,14 +366,14 @@ def test_shard_cut_after_it_was_opened(shards: Path) -> None:
         source.read(6)
 
 
-def test_indexes_that_are_none(shards: Path, icom: Icom) -> None:
+def test_indexes_that_are_none(shards: Path, tmp_path: Path, icom: Icom) -> None:
     assert icom("data", "index", str(shards)).code == 0
     whole = (shards / NAME).read_bytes()
-    pq.write_table(pq.read_table(shards / NAME).replace_schema_metadata(None), shards / "stranger.parquet")
+    pq.write_table(pq.read_table(shards / NAME).replace_schema_metadata(None), tmp_path / "stranger.parquet")
     for content, message in (
         (whole[: len(whole) // 2], "Cannot read the index"),
         (b"", "Cannot read the index"),
-        ((shards / "stranger.parquet").read_bytes(), "is no index of this icom"),
+        ((tmp_path / "stranger.parquet").read_bytes(), "is no index of this icom"),
     ):
         (shards / NAME).write_bytes(content)
         with pytest.raises(IcomError, match=message):
@@ -598,6 +602,23 @@ def test_cache_keeps_to_its_limit(tmp_path: Path) -> None:
     assert calls() == [2, 1, 1, 0]
     kept = [path for path in (tmp_path / "cache").iterdir() if path.suffix != ".lock"]
     assert sum(path.stat().st_size for path in kept) <= 2500
+
+
+@pytest.mark.parametrize("full", ["--cache_dir", "--output"])
+def test_disk_that_is_full(shards: Path, tmp_path: Path, full: str) -> None:
+    """Of copies, or of the index: said in the user's terms; nothing half-written stays."""
+    places = {"--cache_dir": str(tmp_path / "cache"), "--output": str(tmp_path / "index.parquet")}
+    places[full] = str(tmp_path / "disk/index.parquet" if full == "--output" else tmp_path / "disk")
+    words = shlex.join([sys.executable, "-m", "icom", "data", "index", f"pipe:cat {shards}/{{00000,00001}}.tar"])
+    options = shlex.join(word for option in places.items() for word in option)
+    script = f"""mount -t tmpfs -o size=64k none "$DISK"; cat /dev/zero >"$DISK/filler" 2>&- || :
+        {words} {options} || code=$?; ls -A "$DISK"; exit $code"""
+    done = on_a_disk(tmp_path / "disk", script)
+    assert done.code == 1, done.err
+    assert "The disk is full" in done.err
+    assert f"choose another {full}" in done.err
+    assert "Traceback" not in done.err
+    assert [name for name in done.out.split() if not name.endswith(".lock")] in (["filler"], ["filler", "shards"])
 
 
 def test_threads_fetch_a_shard_once(tmp_path: Path, shards: Path) -> None:

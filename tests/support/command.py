@@ -29,6 +29,16 @@ TRAIN = {
     "num_comparison_images": "0",
 }
 """A run of a tenth of a second."""
+FINETUNE = {
+    "train_data_dir": "synthetic:8",
+    "train_batch_size": "1",
+    "max_train_steps": "2",
+    "learning_rate": "1e-3",
+    "seed": "7",
+    "mixed_precision": "no",
+    "report_to": "none",
+}
+"""A run of a second."""
 
 
 @dataclass(frozen=True)
@@ -76,13 +86,22 @@ def peak_memory() -> float:
 
 def train_arguments(**options: object) -> list[str]:
     """`train` with TRAIN's options, changed by `options`; True is a bare flag, None drops the option."""
-    arguments = ["train"]
-    for name, value in (TRAIN | options).items():
+    return _words("train", TRAIN | options)
+
+
+def finetune_arguments(**options: object) -> list[str]:
+    """`finetune` with FINETUNE's options, changed as by `train_arguments`."""
+    return _words("finetune", FINETUNE | options)
+
+
+def _words(command: str, options: Mapping[str, object]) -> list[str]:
+    words = [command]
+    for name, value in options.items():
         if value is True:
-            arguments.append(f"--{name}")
+            words.append(f"--{name}")
         elif value is not None:
-            arguments.append(f"--{name}={value}")
-    return arguments
+            words.append(f"--{name}={value}")
+    return words
 
 
 def start_process(*arguments: str, cold: bool = False, **environment: str) -> subprocess.Popen[str]:

@@ -109,7 +109,11 @@ def start(
 
 
 def launch(
-    hosts: Sequence[Host], mpi: str = "intel", variables: Mapping[str, str] | None = None, **options: object
+    hosts: Sequence[Host],
+    mpi: str = "intel",
+    variables: Mapping[str, str] | None = None,
+    training: Sequence[str] = (),
+    **options: object,
 ) -> Command:
     """Start the same with `icom launch mpirun`, the hosts file being written already.
 
@@ -117,11 +121,12 @@ def launch(
         hosts: the first is where it is typed.
         mpi: intel, mpich or openmpi.
         variables: as for `start`.
+        training: words for another training than ICOM's.
         options: as for `start`.
     """
     _need("mpirun" if mpi == "intel" else f"mpirun.{mpi}")
     words = [sys.executable, "-m", "icom", "launch", "mpirun", "--hosts", str(HOSTS_FILE), "--mpi", mpi, "--"]
-    return hosts[0].start([*words, *training_options(options)], {**ENVIRONMENT, **(variables or {})}, ROOT)
+    return hosts[0].start([*words, *(training or training_options(options))], {**ENVIRONMENT, **(variables or {})}, ROOT)
 
 
 def write_hosts_file(hosts: Sequence[Host]) -> None:

@@ -8,12 +8,15 @@ from __future__ import annotations
 import fcntl
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from icom.training.lock import RUNNING
-from tests.support.command import Run, assert_message
+from tests.support.command import Run, assert_message, finetune_arguments
 
 LATEST = {"resume_from_checkpoint": "latest"}
 
@@ -51,6 +54,39 @@ def test_states_and_figures_of_runs(train: Run, icom: Run, tmp_path: Path, monke
         assert json.loads(icom("report", "runs/0", "--json").out)["state"] == "running"
     Path("runs/0/config.yaml").touch()
     assert json.loads(icom("report", "runs/0", "--json").out)["state"] == "stopped"
+
+
+def test_runs_of_both_trainings(train: Run, icom: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def states() -> list[tuple[str, str, int]]:
+        told = [json.loads(line) for line in icom("report", "runs", "--json").out.splitlines()]
+        return [(one["training"], one["state"], one["step"]) for one in told]
+
+    assert train(output_dir="runs/0", learning_rate="1e-3", max_train_steps=2).code == 0
+    words = finetune_arguments(output_dir="runs/1", checkpointing_steps=1)
+    assert icom(*words).code == 0
+    assert states() == [("train", "done", 2), ("finetune", "done", 2)]
+    headings = icom("report", "runs").out.splitlines()[0].split()
+    assert headings[:3] == ["run", "training", "state"] and {"train_data_dir", "checkpointing_steps"} <= {*headings}
+    assert {"placeholder_token", "use_ema"}.isdisjoint(headings)  # of one training alone
+
+    # Killed in the last step: what is there is the pipeline of the step before.
+    (Path("runs/1") / "loss.png").unlink()
+    shutil.rmtree("runs/1/checkpoint-2")
+    assert states()[1] == ("finetune", "stopped", 2)
+    assert icom(*words, "--resume_from_checkpoint", "latest").code == 0
+    assert states()[1] == ("finetune", "done", 2)
+    # Killed between the last checkpoint and its pipeline: going on makes up for it.
+    weights = Path("runs/1/current_pipeline/unet/diffusion_pytorch_model.safetensors")
+    wanted = load_file(weights)
+    save_file({name: torch.zeros_like(tensor) for name, tensor in wanted.items()}, weights)
+    Path("runs/1/config.yaml").touch()
+    assert states()[1] == ("finetune", "stopped", 2)
+    assert icom(*words, "--resume_from_checkpoint", "latest").code == 0
+    assert states()[1] == ("finetune", "done", 2)
+    found = load_file(weights)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 def test_folders_without_runs(icom: Run, tmp_path: Path) -> None:

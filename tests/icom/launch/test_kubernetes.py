@@ -18,6 +18,8 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
+from icom.cli import parse
+from icom.config.finetune import FinetuneConfig
 from icom.config.launch import KubernetesKind, LaunchKubernetesConfig
 from icom.launch.kubernetes.manifests import GRACE_SECONDS, Object, files_pod, manifests
 from icom.launch.launch import training_config
@@ -269,6 +271,35 @@ def test_pods_find_their_places(kind: KubernetesKind) -> None:
         assert service["spec"]["publishNotReadyAddresses"] and service["spec"]["clusterIP"] == "None"
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_pods_finetune(kind: KubernetesKind, tmp_path: Path, icom: Run) -> None:
+    """Each kind starts `icom finetune` with its options, which it takes; nothing else changes."""
+    options = ["--train_data_dir=s3://bucket/{0..9}.tar", "--output_dir=/data/out", "--use_ema", "--from_scratch=model"]
+    (tmp_path / "run.yaml").write_text("train_data_dir: /data/shards\nfilters: {width: '>=512'}\n")
+    from_file = [f"--config={tmp_path / 'run.yaml'}", "--output_dir=/data/out"]
+    for training in (options, from_file):
+        objects = made(kind, gpus=2, training=["finetune", *training])
+        assert all(errors(item) == [] for item in objects)
+        described = objects if kind != "trainjob" else [the(objects, "TrainJob")["spec"]["trainer"]]
+        containers = [c for template in templates(objects) for c in template["spec"]["containers"]]
+        container = next(c for c in [*described, *containers] if "finetune" in c.get("command", []) + c.get("args", []))
+        words = [*container["command"], *container["args"]]
+        if kind == "mpijob":
+            assert words[:3] == ["icom", "launch", "mpirun"]
+            words = words[words.index("--") + 1 :]
+        else:
+            assert words[:5] == ["python", "-m", "icom.launch.processes", "2", "icom"]
+            words = words[5:]
+        if training is from_file:
+            file = tmp_path / "config.yaml"
+            file.write_text(the(objects, "ConfigMap")["data"]["config.yaml"])
+            words = [word.replace("/etc/icom/config.yaml", str(file)) for word in words]
+        config = parse(words)
+        assert isinstance(config, FinetuneConfig)
+        assert (config.output_dir, config.resume_from_checkpoint) == ("/data/out", "latest")
+        assert config.filters == ({"width": ">=512"} if training is from_file else {})
+
+
 def test_mpijob_is_a_launch_by_mpirun(icom: Run, tmp_path: Path) -> None:
     """What the launcher runs is a command of icom's own, with the hosts file as the operator writes it."""
     spec = the(made("mpijob", gpus=2), "MPIJob")["spec"]
@@ -359,6 +390,22 @@ def test_what_kubernetes_or_the_pods_would_refuse(
     options: list[str], training: list[str], words: list[str], icom: Run
 ) -> None:
     assert_refused(icom(*LAUNCH, "--dry_run", *options, "--", *TRAINING, *training), 2, *words)
+
+
+@pytest.mark.parametrize(
+    ("training", "words"),
+    [
+        (["--train_data_dir=shards/{0..9}.tar"], ["--train_data_dir shards/{0..9}.tar does not lie on the volume"]),
+        (["--train_data_dir=bundled"], ["--train_data_dir bundled"]),
+        (["--weights_from=checkpoint-3"], ["--weights_from checkpoint-3"]),
+        (["--from_scratch=unet.yaml"], ["--from_scratch unet.yaml"]),
+        (["--use_ema", "--ema_from=mean", "--index=i.parquet"], ["--ema_from mean", "--index i.parquet"]),
+    ],
+)
+def test_what_pods_that_finetune_would_not_find(training: list[str], words: list[str], icom: Run) -> None:
+    fine = ["finetune", "--train_data_dir=synthetic:64", "--output_dir=/data/out"]
+    assert icom(*LAUNCH, "--dry_run", "--", *fine).code == 0
+    assert_refused(icom(*LAUNCH, "--dry_run", "--", *fine, *training), 2, *words)
 
 
 def test_all_that_is_wrong_is_told_at_once(icom: Run) -> None:

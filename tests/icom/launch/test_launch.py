@@ -22,7 +22,14 @@ from icom.config.launch import Flavour
 from icom.errors import IcomError, UsageError
 from icom.launch import mpi
 from icom.launch.hosts import Host, Share, read_hosts, share_out
-from tests.support.command import ROOT, Result, start_process, train_arguments
+from tests.support.command import (
+    ROOT,
+    Result,
+    assert_message,
+    finetune_arguments,
+    start_process,
+    train_arguments,
+)
 
 Icom = Callable[..., Result]
 
@@ -322,6 +329,44 @@ def test_training_options_are_passed_on_as_they_are(
     shown = icom("launch", "mpirun", *options, "--", *odd)
     assert shown.code == 0, shown.err
     assert shlex.split(shown.out.splitlines()[0])[-len(odd) :] == odd
+
+
+def test_the_training_is_named_by_the_first_word(
+    mpirun: Path, hosts_file: Path, accelerate_config: Path, icom: Icom
+) -> None:
+    def command(*words: str) -> list[str]:
+        where = ["--hosts", str(hosts_file), "--mpi", "mpich", "--accelerate_config", str(accelerate_config)]
+        shown = icom("launch", "mpirun", *where, "--dry_run", "--", *words)
+        assert shown.code == 0, shown.err
+        return shlex.split(shown.out.splitlines()[0])
+
+    assert command("train", *TRAINING) == command(*TRAINING)
+    options = ["--train_data_dir", "s3://bucket/{0..9}.tar", "--use_ema", "--validation_prompts", "train", "a cat"]
+    assert command("finetune", *options)[-len(options) - 1 :] == [str(ROOT / "finetune_icom.py"), *options]
+    for words, said in (
+        (["finetun", *options], "'finetun' is no training. After `--` come options of `train`, or `finetune`"),
+        (["finetune", "--placeholder_token", "<x>"], "icom finetune --help"),
+        (["finetune"], "No training options"),
+        (["finetune", "--train_data_dir", "x", "--on", "dicoo"], "--on is for `icom train`"),
+    ):
+        refused = icom("launch", "mpirun", "--hosts", str(hosts_file), "--dry_run", "--", *words)
+        assert_message(refused, 2, said)
+
+
+def test_script_is_the_command() -> None:
+    options = finetune_arguments(output_dir="out", use_ema=True)[1:]
+    script = ("accelerate.commands.launch", "--config_file", "accelerate_configs/single_cpu.yaml", "finetune_icom.py")
+    said = [
+        subprocess.run(
+            [sys.executable, "-m", *words, *options, "--print_config"],
+            cwd=ROOT,
+            capture_output=True,
+            check=True,
+            text=True,
+        ).stdout
+        for words in (script, ("icom", "finetune"))
+    ]
+    assert "use_ema: true" in said[0] and said[0] == said[1]
 
 
 def test_missing_files_are_named(tmp_path: Path, mpirun: Path, hosts_file: Path, icom: Icom) -> None:

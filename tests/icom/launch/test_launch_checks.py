@@ -22,10 +22,11 @@ from typing import Any
 
 import pytest
 
+from icom.config.finetune import load_finetune_config
 from icom.data.images import BUNDLED_CONCEPTS
 from icom.launch import checks, digests, probe
 from icom.launch.checks import HostProblem, Target, check
-from icom.launch.probe import Answer, Contents, Request, from_line, read_answer, to_line
+from icom.launch.probe import Answer, Contents, Request, from_line, notice_of, read_answer, to_line
 from icom.models.loading import BUNDLE
 from tests.support.command import ROOT
 
@@ -230,6 +231,32 @@ def test_too_many_processes_are_a_warning(here: Path, request_: Request) -> None
     (problem,) = check([Target("first", True, 10_000)], request_, {})
     assert not problem.stops
     assert problem.what.startswith("10000 processes share ")
+
+
+def test_captioned_pictures_are_compared_as_the_run_tells_them(here: Path, request_: Request, tmp_path: Path) -> None:
+    def asked(place: str) -> Request:
+        flags = {"train_data_dir": place, "from_scratch": "unet.yaml"}
+        return replace(request_, contents=Contents.of(load_finetune_config(flags)))
+
+    for root in (here, tmp_path / "elsewhere"):
+        (root / "photos/blue-heart.png").unlink(missing_ok=True)
+        pictures(root / "captioned", "red-moon")
+        (root / "captioned/red-moon.txt").write_text("a red moon")
+        (root / "unet.yaml").touch()
+    assert ask(asked("captioned"), "first", "elsewhere") == {}
+    (tmp_path / "elsewhere/captioned/red-moon.txt").write_text("a moon")
+    (tmp_path / "elsewhere/unet.yaml").unlink()
+    told = [what for what, _ in ask(asked("captioned"), "first", "elsewhere")["elsewhere"]]
+    assert told == ["Cannot read unet.yaml: No such file or directory.", "pictures: not the same as on first"]
+    (here / "captioned/red-moon.txt").unlink()
+    assert "No captions in captioned" in ask(asked("captioned"), "first")["first"][0][0]
+    # What lies elsewhere, and shards that would have to be read from end to end, are the run's own affair.
+    (here / "tars").mkdir()
+    (here / "tars/0.tar").touch()
+    for place, why in (("s3://bucket/{0..9}.tar", "do not lie on the machines"), ("tars", "have no index")):
+        assert ask(asked(place), "first") == {}
+        assert why in notice_of(asked(place).contents)
+    assert notice_of(asked("captioned").contents) == notice_of(request_.contents) == ""
 
 
 def test_models_are_compared_by_content(here: Path, request_: Request, tmp_path: Path) -> None:

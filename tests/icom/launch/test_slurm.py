@@ -20,9 +20,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from icom.cli import parse
+from icom.config.finetune import FinetuneConfig
+from icom.config.train import TrainConfig
+from icom.launch.launch import training_config
 from icom.launch.slurm.array import read_array
 from tests.support import slurm
-from tests.support.command import ROOT, Result, Run, assert_message, train_arguments
+from tests.support.command import ROOT, Result, Run, assert_message, finetune_arguments, train_arguments
 from tests.support.mpi import training_options
 from tests.support.slurm import Box
 
@@ -233,6 +237,39 @@ def test_usage_error_is_not_tried_again(box: Box) -> None:
     assert box.values(job)["Restarts"] == "0"
 
 
+@pytest.mark.long
+def test_finetuning_goes_on_to_the_same_weights(box: Box) -> None:
+    """Raw weights, their mean and the optimizer's: requeued by hand in the middle, on two nodes."""
+    steps_, every = 14, 4
+
+    def submit(name: str, *words: str) -> subprocess.CompletedProcess[str]:
+        options = finetune_arguments(
+            output_dir=name, max_train_steps=steps_, checkpointing_steps=every, use_ema=True, ema_decay=0.9
+        )
+        return box.icom("launch", "slurm", "--nodes", "2", "--cpus_per_task", "1", *words, "--", *options)
+
+    def saved(folder: Path) -> dict[str, torch.Tensor]:
+        return load_file(folder / f"checkpoint-{steps_}/state.safetensors")
+
+    whole, folder = box.shared / "finetuned", box.shared / "finetuned-in-two"
+    said = submit(whole.name, "--wait")
+    assert said.returncode == 0 and "total batch 2 (1 x 2 processes" in said.stdout, said
+    job = number(submit(folder.name))
+    box.wait(lambda: steps(folder) >= every + 2)
+    box.run("scontrol", "requeue", job)
+    box.wait(lambda: int(box.values(job)["Restarts"]) > 0)
+    ended = end(box, job)
+    assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), log(folder)
+    assert "resumed after step" in log(folder)
+    found, wanted = saved(folder), saved(whole)
+    assert found.keys() == wanted.keys() and {name.partition("/")[0] for name in wanted} >= {"parameter", "mean"}
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    raw, mean = (next(wanted[name] for name in wanted if name.startswith(what)) for what in ("parameter/", "mean/"))
+    assert not torch.equal(raw, mean)
+    table = box.icom("report", folder.name, "--json").stdout
+    assert [json.loads(line)["state"] for line in table.splitlines()] == ["done"]
+
+
 # What else a job can be.
 
 
@@ -404,6 +441,30 @@ def test_runs_of_an_array_lie_where_the_common_file_says(
     assert [task.training.output_dir for task in tasks] == ["sweep/0", "sweep/1"]
 
 
+def test_array_of_finetuning(icom: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Lines differ in options alone; what is done is told by what a run's own config.yaml says."""
+    monkeypatch.chdir(tmp_path)
+    given = {"max_train_steps": None, "mixed_precision": "auto"}
+    common = finetune_arguments(**given, output_dir="sweep")
+    Path("runs.txt").write_text("--num_examples_to_see 2\n--num_examples_to_see 4 --output_dir sweep/0-longer\n")
+    first, second = read_array(Path("runs.txt"), common, processes=1)
+    assert (first.training.output_dir, first.done, second.done) == ("sweep/0", False, False)
+    assert icom(*finetune_arguments(**given, output_dir="sweep/0", num_examples_to_see=2)).code == 0
+
+    def done(line: str, processes: int) -> bool:
+        Path("runs.txt").write_text(f"{line} --output_dir sweep/0\n")
+        return read_array(Path("runs.txt"), common, processes)[0].done
+
+    assert done("--num_examples_to_see 2", 1) and done("--num_examples_to_see 4", 2)
+    assert not done("--num_examples_to_see 2", 2) and not done("--num_examples_to_see 3", 1)
+    assert not done("--num_examples_to_see 2 --use_ema", 1)
+
+    for line, said in (("train --seed 1", "all runs are of one training"), ("finetune", "Leave 'finetune' out here")):
+        Path("runs.txt").write_text(line)
+        result = icom("launch", "slurm", "--nodes", "1", "--dry_run", "--array", "runs.txt", "--", *common)
+        assert_message(result, 2, "runs.txt, line 1", said)
+
+
 # The script.
 
 
@@ -429,6 +490,24 @@ def test_script_is_sound_shell(icom: Run, tmp_path: Path) -> None:
     arrived = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True).stdout.split("\0")
     assert f"--validation_prompt={hard['validation_prompt']}" in arrived
     assert arrived[-3:] == ["--resume_from_checkpoint", "latest", ""]
+
+
+def test_script_starts_the_training_that_was_named(icom: Run, tmp_path: Path) -> None:
+    """The two steps as srun gets them, in a shell that has a stand-in for it."""
+    train = script(icom)
+    assert icom("launch", "slurm", "--nodes", "2", "--dry_run", "--", "train", *TRAINING).out == train
+    words = finetune_arguments(output_dir=tmp_path, use_ema=True)
+    fine = icom("launch", "slurm", "--nodes", "2", "--dry_run", "--", *words).out
+    for text, kind in ((train, TrainConfig), (fine, FinetuneConfig)):
+        stand_in = 'scontrol() { :; }; srun() { printf "%s\\n" "$*" >&3; }; '
+        variables = {"SLURM_JOB_ID": "1", "SLURM_NNODES": "2", "SLURMD_NODENAME": "x", "PATH": os.defpath}
+        done = subprocess.run(
+            ["bash", "-c", f"exec 3>&1; {stand_in}\n{text}"], env=variables, capture_output=True, text=True, check=True
+        )
+        looked, ran = (shlex.split(line) for line in done.stdout.splitlines())
+        _, *options = looked[looked.index("icom.launch.look") + 1 :]
+        assert isinstance(training_config(options, "look"), kind)
+        assert isinstance(parse(ran[ran.index("icom") + 1 :]), kind)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.command import finetune_arguments
 from tests.support.hosts import HOME, Cluster, Host, cluster
 from tests.support.mpi import MPICH, OUTPUT, Run, finish, launch, metrics, ranks, start, write_hosts_file
 from tests.support.namespaces import Command
@@ -102,3 +103,21 @@ def test_two_hosts_by_mpich_and_a_shared_disk(hosts: Cluster, on_three: Learned,
 def test_icom_launch(mpi: str, hosts: Cluster, on_three: Learned) -> None:
     write_hosts_file(hosts)
     same(on_three, end_of(launch(hosts, mpi, train_batch_size=GLOBAL_BATCH // 3), hosts[0]))
+
+
+@pytest.mark.long
+def test_icom_launch_finetunes(hosts: Cluster) -> None:
+    """By the script that accelerate starts; two hosts as one."""
+    found = []
+    for some, batch in ((hosts[:2], 1), (hosts[:1], 2)):
+        write_hosts_file(some)
+        output = f"/tmp/finetuned-{len(some)}"
+        # Adam's own epsilon would make of a rounding error in a tiny gradient a step in another direction.
+        words = finetune_arguments(output_dir=output, train_batch_size=batch, use_ema=True, adam_epsilon="1e-3")
+        run = finish(launch(some, training=words))
+        assert run.code == 0 and f"({batch} x {len(some)} processes" in run.said, run.said
+        assert run.told() == [] or "ddp" in run.told()[0]
+        found.append(load_file(hosts[0].path(output) / "checkpoint-2/state.safetensors"))
+    assert not hosts[1].path("/tmp/finetuned-2").exists()
+    for name in found[0]:
+        torch.testing.assert_close(found[0][name], found[1][name], rtol=RTOL, atol=ATOL)

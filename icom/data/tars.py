@@ -177,15 +177,23 @@ def open_tars(options: DataOptions) -> Tars:
 
 
 def _index(options: DataOptions, shards: list[Shard], cache: ShardCache, folder: Path) -> Path:
-    """The index to use: the one that was named, else the one beside the shards, else one of the cache."""
+    """The index to use: the one that there is, else one of the cache."""
+    place = index_there(options)
+    if place is None:
+        return indexes.cached_index(shards, folder, cache)
+    if remote.is_remote(place):
+        return cache.local(with_sizes([Shard(place, place)])[0])
+    return Path(place).expanduser()
+
+
+def index_there(options: DataOptions) -> str | None:
+    """The index that was named, else the one beside the tars; None where all tars have to be read to make one."""
     if options.index:
-        if remote.is_remote(options.index):
-            return cache.local(with_sizes([Shard(options.index, options.index)])[0])
-        return Path(options.index).expanduser()
-    root = common_root(options.train_data_dir)
-    if not remote.is_remote(options.train_data_dir) and (beside := Path(root, indexes.NAME)).exists():
-        return beside
-    return indexes.cached_index(shards, folder, cache)
+        return options.index
+    if remote.is_remote(options.train_data_dir):
+        return None
+    beside = Path(common_root(options.train_data_dir), indexes.NAME)
+    return str(beside) if beside.exists() else None
 
 
 def _complete(index: indexes.Index, path: Path, options: DataOptions, members: tuple[str, str]) -> pa.Table:

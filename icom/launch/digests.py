@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from icom.config.data import DataOptions
+from icom.data.remote import is_remote
 from icom.errors import IcomError
 from icom.models.parts import PARTS
 
@@ -48,22 +49,16 @@ def data(options: DataOptions) -> str:
 def left_to_the_run(options: DataOptions) -> str:
     """Why these data are not looked at beforehand, but by the processes when they start; "" where they are."""
     place = options.train_data_dir
-    if lies_elsewhere(place):
+    if is_remote(place):
         return "do not lie on the machines"
     folder = Path(place).expanduser()
     if not (any(folder.rglob("*.tar")) if folder.is_dir() else place.endswith(".tar")):
         return ""
     from icom.data.latent_set import SET
+    from icom.data.tars import index_there
 
-    # Else all shards would be read, which takes longer than anybody waits for an answer.
-    beside = folder if folder.is_dir() else folder.parent
-    known = options.index or (beside / "icom-index.parquet").is_file() or (beside / SET).is_file()
-    return "" if known else "have no index beside them"
-
-
-def lies_elsewhere(place: str) -> bool:
-    """Whether it is an address or a command, and no path."""
-    return "://" in place or place.startswith("pipe:")
+    # Else all tars would be read, which takes longer than anybody waits for an answer.
+    return "" if (folder / SET).is_file() or index_there(options) else "have no index beside them"
 
 
 def model(name: str, tokenizer_name: str | None, revision: str | None, variant: str | None) -> str:

@@ -126,7 +126,8 @@ def launch(
     """
     _need("mpirun" if mpi == "intel" else f"mpirun.{mpi}")
     words = [sys.executable, "-m", "icom", "launch", "mpirun", "--hosts", str(HOSTS_FILE), "--mpi", mpi, "--"]
-    return hosts[0].start([*words, *(training or training_options(options))], {**ENVIRONMENT, **(variables or {})}, ROOT)
+    words += training or training_options(options)
+    return hosts[0].start(words, {**ENVIRONMENT, **(variables or {})}, ROOT)
 
 
 def write_hosts_file(hosts: Sequence[Host]) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path, PurePosixPath
 from icom.config.finetune import FinetuneConfig
 from icom.config.launch import LaunchKubernetesConfig
 from icom.config.trainings import TrainingConfig
+from icom.data.remote import is_remote
 from icom.errors import UsageError
-from icom.launch.digests import lies_elsewhere
 
 _LONGEST_NAME = 45
 """The operators append -launcher-xxxxx, -node-0-12-xxxxx and the like, and 63 is the most for all."""
@@ -103,7 +103,7 @@ _COPY = "Copy it there first (docs/kubernetes.md#pictures)."
 def _is_no_file(training: TrainingConfig, option: str, value: str) -> bool:
     """Whether what would be a file elsewhere ships with icom, is made up, or lies behind an address."""
     if isinstance(training, FinetuneConfig):
-        return (option, value) == ("from_scratch", "model") or lies_elsewhere(value) or value.startswith("synthetic:")
+        return (option, value) == ("from_scratch", "model") or is_remote(value) or value.startswith("synthetic:")
     return option == "train_data_dir" and value.partition(":")[0] == "bundled"
 
 

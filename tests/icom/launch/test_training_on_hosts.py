@@ -116,7 +116,6 @@ def test_icom_launch_finetunes(hosts: Cluster) -> None:
         words = finetune_arguments(output_dir=output, train_batch_size=batch, use_ema=True, adam_epsilon="1e-3")
         run = finish(launch(some, training=words))
         assert run.code == 0 and f"({batch} x {len(some)} processes" in run.said, run.said
-        assert run.told() == [] or "ddp" in run.told()[0]
         found.append(load_file(hosts[0].path(output) / "checkpoint-2/state.safetensors"))
     assert not hosts[1].path("/tmp/finetuned-2").exists()
     for name in found[0]:

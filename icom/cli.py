@@ -24,6 +24,7 @@ from icom.config.demo import DemoConfig
 from icom.config.doctor import DoctorConfig
 from icom.config.finetune import FinetuneConfig
 from icom.config.generate import GenerateConfig
+from icom.config.inspect import InspectConfig
 from icom.config.launch import LaunchEnvConfig, LaunchKubernetesConfig, LaunchMpirunConfig, LaunchSlurmConfig
 from icom.config.loading import read_flags
 from icom.config.params import ParamsConfig
@@ -63,6 +64,7 @@ COMMANDS: dict[str, tuple[Any, str]] = {
     "bench": (BenchConfig, "icom.bench.command:bench"),
     "doctor": (DoctorConfig, "icom.commands.doctor.command:doctor"),
     "report": (ReportConfig, "icom.commands.report:report"),
+    "inspect": (InspectConfig, "icom.commands.inspect:inspect"),
     "launch mpirun": (LaunchMpirunConfig, "icom.launch.mpirun:launch_mpirun"),
     "launch slurm": (LaunchSlurmConfig, "icom.launch.slurm.command:launch_slurm"),
     "launch kubernetes": (LaunchKubernetesConfig, "icom.launch.kubernetes.command:launch_kubernetes"),

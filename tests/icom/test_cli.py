@@ -127,6 +127,7 @@ SURFACE = {
         *("dtype", "format", "samples_per_shard", "seed", "part", "batch_size", "dataloader_num_workers", "backend"),
         *("mixed_precision", "config"),
     },
+    "inspect": {"checkpoint", "json"},
     "data verify": {"folder"},
     "data index": {"source", "output", "workers", "shard_cache_gb", "cache_dir"},
     "demo": {"concept", "max_train_steps", "num_images", "backend", "seed", "output_dir"},
@@ -171,6 +172,7 @@ SURFACE = {
 """People's scripts rely on these: adding one means adding it here, removing one is a breaking change."""
 
 POSITIONAL = {
+    "inspect": {"checkpoint"},
     "finetune": {"filters"},  # filters.COLUMN=CONDITION
     "data precompute": {"filters"},
     "data verify": {"folder"},

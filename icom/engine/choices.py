@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from icom import machine
 from icom.engine import attention, operators
@@ -77,7 +78,9 @@ class Choices:
         gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         shape = Shape(q.shape[0], q.shape[2], q.shape[1], k.shape[1], q.shape[3], q.dtype, gradient)
         if shape not in self._decided:
-            self._decided[shape] = self._decide(shape)
+            # Whatever goes on around it: autocast would change what is tried, gradient checkpointing recompute it.
+            with torch.autocast(q.device.type, enabled=False), saved_tensors_hooks(_as_it_is, _as_it_is):
+                self._decided[shape] = self._decide(shape)
         return self._decided[shape](q, k, v)
 
     def _decide(self, shape: Shape) -> attention.Attention:
@@ -102,6 +105,10 @@ class Choices:
     def _fits(self, shape: Shape, way: str) -> bool:
         needed = shape.probabilities * product_dtype(shape.dtype).itemsize * self._layers
         return not way.endswith(_KEPT) or needed <= KEPT_SHARE * machine.memory().available
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def choices_for(unet: torch.nn.Module, folder: Path) -> Choices:

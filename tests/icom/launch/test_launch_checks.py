@@ -13,6 +13,7 @@ import os
 import secrets
 import shutil
 import socket
+import tarfile
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -28,7 +29,7 @@ from icom.launch import checks, digests, probe
 from icom.launch.checks import HostProblem, Target, check
 from icom.launch.probe import Answer, Contents, Request, from_line, notice_of, read_answer, to_line
 from icom.models.loading import BUNDLE
-from tests.support.command import ROOT
+from tests.support.command import ROOT, Run
 
 SSH = """#!/bin/sh
 while :; do
@@ -250,13 +251,28 @@ def test_captioned_pictures_are_compared_as_the_run_tells_them(here: Path, reque
     assert told == ["Cannot read unet.yaml: No such file or directory.", "pictures: not the same as on first"]
     (here / "captioned/red-moon.txt").unlink()
     assert "No captions in captioned" in ask(asked("captioned"), "first")["first"][0][0]
-    # What lies elsewhere, and shards that would have to be read from end to end, are the run's own affair.
-    (here / "tars").mkdir()
-    (here / "tars/0.tar").touch()
-    for place, why in (("s3://bucket/{0..9}.tar", "do not lie on the machines"), ("tars", "have no index")):
-        assert ask(asked(place), "first") == {}
-        assert why in notice_of(asked(place).contents)
     assert notice_of(asked("captioned").contents) == notice_of(request_.contents) == ""
+
+
+def test_data_that_only_the_run_looks_at(here: Path, icom: Run) -> None:
+    """What lies elsewhere, and tars that would have to be read from end to end."""
+
+    def digest(place: str) -> tuple[str, str]:
+        options = load_finetune_config({"train_data_dir": place})
+        return digests.data(options), notice_of(Contents.of(options))
+
+    (here / "tars").mkdir()
+    (here / "moon.txt").write_text("a red moon")
+    for number in range(2):
+        with tarfile.open(here / f"tars/{number}.tar", "w") as tar:
+            tar.add(here / "photos/red-moon.png", "moon.png")
+            tar.add(here / "moon.txt", "moon.txt")
+    for place, why in (("s3://bucket/{0..9}.tar", "do not lie on the machines"), ("tars", "have no index beside them")):
+        found, notice = digest(place)
+        assert not found and f"icom: the data {place} {why}" in notice
+    assert icom("data", "index", "tars").code == 0
+    (both, notice), (one, _) = digest("tars"), digest("tars/0.tar")
+    assert both and one and both != one and not notice
 
 
 def test_models_are_compared_by_content(here: Path, request_: Request, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from icom.config.convert import ConvertConfig
 from icom.config.data import DataIndexConfig
 from icom.config.demo import DemoConfig
 from icom.config.doctor import DoctorConfig
+from icom.config.evaluate import EvaluateConfig
 from icom.config.finetune import FinetuneConfig
 from icom.config.generate import GenerateConfig
 from icom.config.inspect import InspectConfig
@@ -59,6 +60,7 @@ COMMANDS: dict[str, tuple[Any, str]] = {
     "data precompute": (PrecomputeConfig, "icom.data.precompute:precompute"),
     "data verify": (VerifyConfig, "icom.data.precompute:verify"),
     "generate": (GenerateConfig, "icom.commands.generate:generate"),
+    "evaluate": (EvaluateConfig, "icom.evaluate.command:evaluate"),
     "convert": (ConvertConfig, "icom.methods.embedding_file:convert"),
     "params": (ParamsConfig, "icom.commands.params:params"),
     "bench": (BenchConfig, "icom.bench.command:bench"),

@@ -130,6 +130,13 @@ SURFACE = {
     "inspect": {"checkpoint", "json"},
     "data verify": {"folder"},
     "data index": {"source", "output", "workers", "shard_cache_gb", "cache_dir"},
+    "evaluate": {
+        *("embedding", "prompt", "prompts_file", "negative_prompt", "pretrained_model_name_or_path"),
+        *("tokenizer_name", "revision", "variant", "seed", "scheduler", "num_inference_steps", "resolution"),
+        *("mixed_precision", "backend", "engine", "num_images", "guidance_scales", "batch_size", "real_data_dir"),
+        *("num_real_images", "image_column", "caption_column", "metrics", "inception_weights", "clip_model"),
+        "output_dir",
+    },
     "demo": {"concept", "max_train_steps", "num_images", "backend", "seed", "output_dir"},
     "convert": {"embedding", "output"},
     "params": {"model", "json"},

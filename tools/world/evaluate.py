@@ -19,11 +19,12 @@ from icom.bench.command import this_machine
 from icom.commands.demo import GUIDANCE, Learned, draw_prompts, learn
 from icom.config.demo import ConceptName
 from icom.config.train import BUNDLED_DEFAULTS
+from icom.evaluate.world import BOTH, NAMED, ask, shares
 from icom.files import make_writable_folder, write_atomically
 from icom.training.report import grid, save_png
-from icom.world.concepts import EVERYTHING, seen_things
+from icom.world.concepts import EVERYTHING
 from icom.world.judge import HEADS, load_judge
-from icom.world.scene import Scene, describe, draw, random_scene
+from icom.world.scene import draw, random_scene
 
 Question = Literal["judge", "prompts", "concepts"]
 
@@ -89,26 +90,11 @@ def prompt_accuracy(count: int, seed: int, sheet: Path) -> dict[str, float]:
         seed: of the captions.
         sheet: PNG for the first 32 pictures.
     """
-    rng = random.Random(f"prompts {seed}")
-    asked: list[tuple[str, Scene]] = []
-    while len(asked) < count:
-        scene = random_scene(rng, seen_things())
-        caption = describe(scene, rng)
-        if scene.thing.colour in caption and scene.thing.shape in caption.split():
-            asked.append((caption, scene))
-    pictures = draw_prompts([caption for caption, _ in asked])
+    asked = ask(count, seed)
+    pictures = draw_prompts([one.caption for one in asked])
     save_png(grid(pictures[:32], columns=8), sheet)
-    verdicts = load_judge().look_at(pictures)
-    rows = [
-        (v, caption, dataclasses.asdict(s.thing) | dataclasses.asdict(s))
-        for v, (caption, s) in zip(verdicts, asked, strict=True)
-    ]
-    shares: dict[str, float] = {"prompts": count}
-    for head in ("colour", "shape", "pattern", "background", "place"):
-        named = [(getattr(v, head) == wanted[head]) for v, caption, wanted in rows if wanted[head] in caption]
-        shares[head] = sum(named) / len(named)
-    both = [v.colour == wanted["colour"] and v.shape == wanted["shape"] for v, _, wanted in rows]
-    return shares | {"colour and shape": sum(both) / count}
+    found = shares(load_judge().look_at(pictures), asked)
+    return {"prompts": count, **{name: found[name] for name in (*NAMED, BOTH)}}
 
 
 def concept_scores(config: EvaluateConfig) -> list[dict[str, Any]]:

@@ -1,0 +1,1 @@
+"""`icom evaluate`: pictures from many prompts, and how good they are."""

@@ -108,7 +108,7 @@ def test_only_what_is_missing_or_damaged_is_drawn(evaluate: Callable[..., Result
 def test_other_pictures_are_not_mixed_in(
     changed: tuple[str, ...], named: str, evaluate: Callable[..., Result], tmp_path: Path
 ) -> None:
-    words = ("--prompt", "a star", "--num_images", "1")
+    words = ("--prompt", "a star", "--num_images", "2")
     assert evaluate(*words).code == 0
     before = times(tmp_path / "out")
     assert_message(
@@ -272,7 +272,7 @@ def test_metric_that_cannot_be_had_is_told_before_anything_is_drawn(
         (("--batch_size", "0"), 2, ("--batch_size has to be at least 1",)),
         (("--num_real_images", "0"), 2, ("--num_real_images has to be at least 1",)),
         (("--seed", "-1"), 2, ("--seed has to be between 0",)),
-        (("--real_data_dir", "nowhere"), 1, ("nowhere", "--real_data_dir")),
+        (("--real_data_dir", "nowhere"), 2, ("--real_data_dir nowhere: no such folder",)),
         (("--metrics", "judge", "--resolution", "32"), 1, ("the judge sees pictures of 64 px only",)),
         (("--metrics", "clip_fid", "--num_images", "1", "--clip_model", "x"), 1, ("each of two or more",)),
         (("--metrics", "clip_score", "--clip_model", "nowhere"), 1, ("no CLIP model of transformers in nowhere",)),

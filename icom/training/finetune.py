@@ -186,6 +186,7 @@ def _finetune(config: FinetuneConfig, group: Group, until_end: ExitStack) -> Cal
             write_pipeline(
                 run.output, run.model, run.unet, state.mean or state.parameters, run.objective.noise_scheduler
             )
+    saved, state = None, State(state.step, state.next_sample)  # gigabytes that are in the run now
     metrics = Metrics(start.output / "metrics.jsonl", after_step=state.step) if group.leads else None
     with _feed(run, state.next_sample) as feed:
         steps = Steps(

@@ -1,0 +1,77 @@
+"""What a training of the UNet shows on its way: the loss on samples held back, and pictures."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from icom.commands.generate import draw
+from icom.data.encode import load_encoders
+from icom.files import make_writable_folder
+from icom.models import loading, pipelines
+from icom.training import tracking
+from icom.training.checkpoint import (
+    VALIDATION,
+)
+from icom.training.report import grid, save_png
+
+if TYPE_CHECKING:
+    from icom.training.finetune_run import FinetuneRun
+
+
+def show(run: FinetuneRun, step: int) -> None:
+    """Validation loss and pictures, where they are due. All processes: the UNet may be in parts."""
+    config = run.config
+    if step % config.validation_steps or not (run.held_back or config.validation_prompts):
+        return
+    run.unet.eval()
+    with run.shown_weights():
+        if run.held_back:
+            loss = run.group.attend(partial(_validation_loss, run))
+            numbers = torch.tensor([loss])
+            run.group.sum([numbers])
+            run.accelerator.log({"validation_loss": float(numbers[0])}, step=step)
+            if run.group.leads:
+                with (run.output / "validation.jsonl").open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({"step": step, "loss": float(numbers[0])}) + "\n")
+        if config.validation_prompts and (run.group.leads or run.parallel not in ("one", "ddp")):
+            images = run.group.attend(partial(_draw, run))
+            if run.group.leads:
+                folder = run.output / VALIDATION
+                make_writable_folder(folder)
+                save_png(grid(images, columns=min(4, len(images))), folder / f"step-{step}.png")
+                tracking.log_pictures(run.accelerator, "validation", images, step)
+    run.unet.train()
+
+
+@torch.no_grad()
+def _validation_loss(run: FinetuneRun) -> float:
+    """This process's share of the mean loss over the samples held back."""
+    size, rank = run.group.size, run.group.rank
+    sampler = dataclasses.replace(run.sampler, validation=True)
+    total = 0.0
+    for first in range(0, len(run.held_back), size):
+        number = first + rank
+        record = run.held_back[min(number, len(run.held_back) - 1)]  # all have to compute: the UNet may be in parts
+        prepared = sampler(record, run.data.read(record))
+        loss = run.objective.loss(run.unet, [prepared], run.encoders, run.empty, run.backend)
+        total += loss.item() if number < len(run.held_back) else 0.0
+    return total / len(run.held_back)
+
+
+def _draw(run: FinetuneRun) -> list[Any]:
+    assert run.config.seed is not None
+    encoders = run.encoders or load_encoders(run.model, run.backend)
+    model = loading.Model(
+        run.model, encoders.tokenizer, encoders.text_encoder, encoders.vae, run.unet, run.objective.noise_scheduler
+    )
+    pipeline = pipelines.pipeline_of(model)
+    with run.backend.autocast():
+        return [
+            draw(pipeline, prompt, run.config.seed, resolution=run.config.resolution)
+            for prompt in run.config.validation_prompts
+        ]

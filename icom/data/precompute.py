@@ -36,8 +36,6 @@ from icom.progress import progress
 from icom.signals import StopRequest
 
 if TYPE_CHECKING:
-    from tqdm import tqdm
-
     from icom.backends import Backend
 
 _CROP = 8  # a family of random streams; icom.data.sampling, icom.data.order and icom.methods.unet have those before
@@ -143,7 +141,7 @@ def _make(
     number: int,
     damage: Damage,
     stop: StopRequest,
-    bar: tqdm[Any],
+    bar: Any,
 ) -> None:
     """Make one shard.
 

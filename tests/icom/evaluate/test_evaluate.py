@@ -120,6 +120,7 @@ def test_other_pictures_are_not_mixed_in(
     assert_message(evaluate(*words), 2, "pictures of another evaluation (nobody knows of which")
 
 
+@pytest.mark.long
 def test_several_processes_draw_the_same_pictures(evaluate: Callable[..., Result], tmp_path: Path) -> None:
     """One that is killed on the way costs the pictures it was at."""
     words = ("--prompts_file", "bundled", "--num_images", "5", "--guidance_scales", "1", "3", "--batch_size", "2")

@@ -78,7 +78,7 @@ def test_precision_of_accelerate_that_cpus_lack(train: Run, tmp_path: Path, monk
 
 
 def test_unknown_command(icom: Run) -> None:
-    assert_refused(icom("trian"), 2, "trian", "train, generate")
+    assert_refused(icom("trian"), 2, "trian", "train, finetune")
 
 
 # The YAML file.

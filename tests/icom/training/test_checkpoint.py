@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from icom import files
 from icom.files import exchange
 from icom.training import checkpoint
 from icom.training.checkpoint import (
@@ -116,7 +117,7 @@ def newest(folder: Path) -> tuple[int, float]:
 def swaps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether the file system can exchange two names; the tests' own can."""
     if request.param == "no exchange":
-        monkeypatch.setattr(checkpoint, "exchange", lambda *_: False)
+        monkeypatch.setattr(files, "exchange", lambda *_: False)
     return bool(request.param == "exchange")
 
 
@@ -175,7 +176,7 @@ def test_disk_that_fails_while_names_change_loses_nothing(tmp_path: Path, monkey
             raise OSError(5, "Input/output error")
         return rename(self, target)
 
-    monkeypatch.setattr(checkpoint, "exchange", lambda *_: False)
+    monkeypatch.setattr(files, "exchange", lambda *_: False)
     monkeypatch.setattr(Path, "rename", failing)
     with pytest.raises(Exception, match=r"Cannot write .*checkpoint-1: Input/output error"):
         save(tmp_path, 1, 2.0)

@@ -107,16 +107,29 @@ def _finetune(config: FinetuneConfig, group: Group, until_end: ExitStack) -> Cal
             )
     saved, state = None, State(state.step, state.next_sample)  # gigabytes that are in the run now
     metrics = Metrics(start.output / "metrics.jsonl", after_step=state.step) if group.leads else None
+    held = Metrics(start.output / "validation.jsonl", after_step=state.step) if group.leads and run.held_back else None
+    if held:
+        until_end.callback(held.close)
     with _feed(run, state.next_sample) as feed:
         steps = Steps(
             partial(_advance, run, feed),
             partial(_save, run),
             partial(_save, run) if group.leads and run.parallel in ("one", "ddp") else None,
-            partial(show, run),
+            partial(show, run, held),
             partial(_diverged, run),
         )
+        if _was_not_shown(run, held, state.step):
+            steps.show(state.step)
         loop(run, steps, state, metrics)
     return partial(_finish, run, metrics) if metrics else None
+
+
+def _was_not_shown(run: FinetuneRun, held: Metrics | None, step: int) -> bool:
+    """Whether the run ended between the checkpoint of this step and what is shown after it; the same on all ranks."""
+    if not step or not run.held_back:
+        return False
+    shown = held is not None and any(row["step"] == step for row in held.rows)
+    return run.group.broadcast(b"%d" % shown if run.group.leads else None) == b"0"
 
 
 def _feed(run: FinetuneRun, next_sample: int) -> Feed[Prepared]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,20 +10,30 @@ import torch
 
 from icom.commands.generate import draw
 from icom.data.encode import load_encoders
+from icom.data.records import DamagedRecord
+from icom.errors import IcomError
 from icom.files import make_writable_folder
 from icom.models import loading, pipelines
 from icom.training import tracking
-from icom.training.checkpoint import (
-    VALIDATION,
-)
-from icom.training.report import grid, save_png
+from icom.training.checkpoint import VALIDATION
+from icom.training.report import Metrics, grid, save_png
 
 if TYPE_CHECKING:
+    from icom.methods.unet import Prepared, Sampler
     from icom.training.finetune_run import FinetuneRun
 
 
-def show(run: FinetuneRun, step: int) -> None:
-    """Validation loss and pictures, where they are due. All processes: the UNet may be in parts."""
+def show(run: FinetuneRun, metrics: Metrics | None, step: int) -> None:
+    """Validation loss and pictures, where they are due. All processes: the UNet may be in parts.
+
+    Args:
+        run: after the step.
+        metrics: rank 0's, of the validation loss.
+        step: done so far.
+
+    Raises:
+        IcomError: none of the samples held back can be read, a process is gone, or the disk is full.
+    """
     config = run.config
     if step % config.validation_steps or not (run.held_back or config.validation_prompts):
         return
@@ -35,9 +44,8 @@ def show(run: FinetuneRun, step: int) -> None:
             numbers = torch.tensor([loss])
             run.group.sum([numbers])
             run.accelerator.log({"validation_loss": float(numbers[0])}, step=step)
-            if run.group.leads:
-                with (run.output / "validation.jsonl").open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({"step": step, "loss": float(numbers[0])}) + "\n")
+            if metrics:
+                metrics.add(step=step, loss=float(numbers[0]))
         if config.validation_prompts and (run.group.leads or run.parallel not in ("one", "ddp")):
             images = run.group.attend(partial(_draw, run))
             if run.group.leads:
@@ -56,11 +64,24 @@ def _validation_loss(run: FinetuneRun) -> float:
     total = 0.0
     for first in range(0, len(run.held_back), size):
         number = first + rank
-        record = run.held_back[min(number, len(run.held_back) - 1)]  # all have to compute: the UNet may be in parts
-        prepared = sampler(record, run.data.read(record))
+        prepared = _read(run, sampler, min(number, len(run.held_back) - 1))  # all compute: the UNet may be in parts
         loss = run.objective.loss(run.unet, [prepared], run.encoders, run.empty, run.backend)
         total += loss.item() if number < len(run.held_back) else 0.0
     return total / len(run.held_back)
+
+
+def _read(run: FinetuneRun, sampler: Sampler, number: int) -> Prepared:
+    """A sample that is held back; in place of a damaged one the next that is none, which is the same everywhere."""
+    for ahead in range(len(run.held_back)):
+        record = run.held_back[(number + ahead) % len(run.held_back)]
+        try:
+            return sampler(record, run.data.read(record))
+        except DamagedRecord as error:
+            reason = str(error)
+    raise IcomError(
+        f"None of the {len(run.held_back)} samples that are held back can be read. The last of them: {reason}. Mend "
+        "or remove them, or hold other ones back (--num_validation_samples)."
+    )
 
 
 def _draw(run: FinetuneRun) -> list[Any]:

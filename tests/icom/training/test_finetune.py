@@ -163,7 +163,7 @@ def test_one_process_is_a_plain_loop(steps: int, tmp_path: Path, icom: Callable[
 
 @pytest.mark.parametrize(
     ("count", "parallel", "steps"),
-    [(2, "ddp", 7), long(3, "ddp", STEPS), long(2, "full_shard", STEPS), long(3, "shard_grad_op", STEPS)],
+    [(2, "ddp", 7), long(3, "ddp", STEPS), long(2, "full_shard", 10), long(3, "shard_grad_op", 10)],
 )
 def test_several_processes_are_a_plain_loop(count: int, parallel: str, steps: int, tmp_path: Path) -> None:
     batch, accumulated = {2: (3, 1), 3: (1, 2)}[count]
@@ -194,6 +194,8 @@ SHORT: dict[str, object] = {
     "random_flip": True,
     "noise_offset": 0.1,
     "snr_gamma": 5,
+    "num_validation_samples": 3,
+    "validation_steps": 2,
 }
 
 
@@ -203,6 +205,7 @@ def assert_same(found: Path, wanted: Path, step: int) -> None:
     assert one.keys() == other.keys()
     assert not [name for name in one if not torch.equal(one[name], other[name])]
     assert losses(found) == losses(wanted)
+    assert (found / "validation.jsonl").read_text() == (wanted / "validation.jsonl").read_text()
 
 
 def test_stopped_and_resumed_is_the_same_run(tmp_path: Path, icom: Callable[..., Result]) -> None:
@@ -224,15 +227,28 @@ def test_stopped_and_resumed_is_the_same_run(tmp_path: Path, icom: Callable[...,
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("parallel", ["ddp", "full_shard"])
-def test_kill_9_at_random_moments_of_two_processes(parallel: str, tmp_path: Path) -> None:
+def test_validation_loss_is_the_same_on_any_number_of_processes(tmp_path: Path, icom: Callable[..., Result]) -> None:
+    """Of the mean of the weights, on samples that are not trained on; five of them for two processes."""
+    options: dict[str, object] = {"max_train_steps": 4, "num_validation_samples": 5, "validation_steps": 2}
+    assert icom(*arguments(output_dir=tmp_path / "one", gradient_accumulation_steps=1, **options)).code == 0
+    options |= {"gradient_accumulation_steps": 1, "train_batch_size": 1, "parallel": "ddp"}
+    group = Ranks(tmp_path / "two", 2, "-m", "icom", *arguments(output_dir="out", **options))
+    assert [result.code for result in group.results()] == [0, 0]
+    files = (tmp_path / "one" / "validation.jsonl", group.folders[0] / "out" / "validation.jsonl")
+    one, two = ([json.loads(line) for line in file.read_text().splitlines()] for file in files)
+    assert [row["step"] for row in one] == [row["step"] for row in two] == [2, 4]
+    assert [row["loss"] for row in one] == pytest.approx([row["loss"] for row in two], rel=1e-5)
+    assert one[0]["loss"] != one[1]["loss"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("parallel", "kills", "steps"), [("ddp", 3, 24), ("full_shard", 2, 14)])
+def test_kill_9_at_random_moments_of_two_processes(parallel: str, kills: int, steps: int, tmp_path: Path) -> None:
     """All processes, one of them, at any moment: whatever was being written, the run ends with the same weights."""
-    steps = 24
     words = arguments(output_dir="out", parallel=parallel, **SHORT | {"max_train_steps": steps})
     whole = Ranks(tmp_path / "whole", 2, "-m", "icom", *words)
     assert [result.code for result in whole.results()] == [0, 0]
     chance = np.random.default_rng(11)
-    kills = 3
     killed = tmp_path / "killed"
     for kill in range(kills):
         group = Ranks(killed, 2, "-m", "icom", *words, "--resume_from_checkpoint=latest")

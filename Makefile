@@ -55,6 +55,7 @@ evaluate-bundled: ## Measure bundled model, judge and concepts (ten minutes); wr
 .PHONY: scaling
 scaling: ## Compute how training scales over hosts; fills the tables of docs/scaling.md
 	$(RUN) -- python -m tools.scaling
+	$(RUN) -- python -m tools.scaling_unet
 
 .PHONY: image
 image: ## Build the container image IMAGE (icom:cpu) with docker, podman or buildah
@@ -98,9 +99,8 @@ test-ipex: ## Run the tests of backends and engine with the real IPEX, in .venv-
 		$(PYTEST) tests/icom/backends tests/icom/engine
 
 .PHONY: test-gpu
-test-gpu: ## Run the tests of backends on an NVIDIA GPU, with a PYTHON that has all they need: nothing is set up
-	$(PYTHON) -m pytest -v --durations=20 $(if $(REPORTS),--junitxml=$(REPORTS)/$@.xml) \
-		tests/icom/backends/test_gpu.py tests/icom/backends/test_backends.py
+test-gpu: ## Run the tests of backends on an NVIDIA GPU, with a PYTHON that has a CUDA PyTorch; WHEELS: docs/gpu.md
+	@$(PYTHON) tools/gpu.py test $(if $(WHEELS),--wheels $(WHEELS)) $(if $(REPORTS),--reports $(REPORTS))
 
 .PHONY: test-aws
 test-aws: ## Provision, train on and tear down a real cluster on AWS: says what it costs (some dollars), and asks

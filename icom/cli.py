@@ -18,6 +18,7 @@ from typing import Annotated, Any, NoReturn
 
 from icom import __version__
 from icom.config.bench import BenchConfig
+from icom.config.concepts import Concepts
 from icom.config.convert import ConvertConfig
 from icom.config.data import DataIndexConfig
 from icom.config.demo import DemoConfig
@@ -29,11 +30,14 @@ from icom.config.inspect import InspectConfig
 from icom.config.launch import LaunchEnvConfig, LaunchKubernetesConfig, LaunchMpirunConfig, LaunchSlurmConfig
 from icom.config.loading import read_flags
 from icom.config.params import ParamsConfig
+from icom.config.pipeline import PipelineConfig, load_pipeline_config
 from icom.config.precompute import PrecomputeConfig, VerifyConfig, load_precompute_config
 from icom.config.report import ReportConfig
+from icom.config.shards import DownloadConfig, ReorganiseConfig
 from icom.config.train import TrainConfig
 from icom.config.training import RunOptions, to_yaml
 from icom.config.trainings import TRAININGS
+from icom.config.tune import TuneConfig, load_tune_config
 from icom.errors import IcomError
 from icom.files import is_full, write_error
 from icom.names import plain
@@ -55,9 +59,13 @@ from provisioning.config import (
 COMMANDS: dict[str, tuple[Any, str]] = {
     "demo": (DemoConfig, "icom.commands.demo:demo"),
     "train": (TrainConfig, "icom.training.train:train"),
+    "tune": (TuneConfig, "icom.training.tune:tune"),
     "finetune": (FinetuneConfig, "icom.training.finetune:finetune"),
+    "data download": (DownloadConfig, "icom.data.download:download"),
+    "data reorganise": (ReorganiseConfig, "icom.data.reorganise:reorganise"),
     "data index": (DataIndexConfig, "icom.commands.data:index"),
     "data precompute": (PrecomputeConfig, "icom.data.precompute:precompute"),
+    "data pipeline": (PipelineConfig, "icom.pipeline.command:pipeline"),
     "data verify": (VerifyConfig, "icom.data.precompute:verify"),
     "generate": (GenerateConfig, "icom.commands.generate:generate"),
     "evaluate": (EvaluateConfig, "icom.evaluate.command:evaluate"),
@@ -86,7 +94,9 @@ COMMANDS: dict[str, tuple[Any, str]] = {
 
 FROM_FILES: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     **{training.command: training.load for training in TRAININGS},
+    "tune": load_tune_config,
     "data precompute": load_precompute_config,
+    "data pipeline": load_pipeline_config,
     "provision": load_provision_config,
 }
 """Commands with --config -> what lays their flags over the file."""
@@ -138,7 +148,7 @@ def run(argv: list[str]) -> None:
         print(f"icom {__version__}")
         return
     config = parse(argv)
-    if isinstance(config, RunOptions | PrecomputeConfig):
+    if isinstance(config, RunOptions | Concepts | PrecomputeConfig | PipelineConfig):
         # Else every lost connection is followed by pages of C++ stack. Read when torch is first imported.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     if isinstance(config, RunOptions):
@@ -150,8 +160,11 @@ def run(argv: list[str]) -> None:
 
             train_on(config)
             return
-    for options, target in COMMANDS.values():
-        if isinstance(config, options):
+    if isinstance(config, Concepts) and config.common.print_config:
+        print("---\n".join(to_yaml(one) for one in config.concepts), end="")
+        return
+    for options, target in (*COMMANDS.values(), (Concepts, "icom.training.concepts:train_concepts")):
+        if type(config) is options:  # options of one command may be another's and more
             module, function = target.split(":")
             getattr(importlib.import_module(module), function)(config)
 

@@ -4,6 +4,8 @@ Each carries a message that says what is wrong, where, and what to do; the comma
 and ends with the class's exit code. Any other exception is a bug, and keeps its traceback.
 """
 
+import os
+
 
 class IcomError(Exception):
     """The run cannot go on (exit code 1).
@@ -20,6 +22,12 @@ class UsageError(IcomError):
     """The command line or the configuration is wrong; nothing was started (exit code 2)."""
 
     exit_code = 2
+
+
+class TemporaryFailure(IcomError):
+    """Something that the run needs is gone and may come back (exit code 75): schedulers start the run again."""
+
+    exit_code = os.EX_TEMPFAIL
 
 
 class Stopped(IcomError):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import errno
 import hashlib
+import json
+import math
 import os
-import re
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -94,24 +95,56 @@ def put_in_place(new: Path, target: Path) -> None:
     sync_folder(target.parent)
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file and sync it; tensors are not copied.
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write a safetensors file and sync it; the same tensors give the same bytes, in whatever order they come.
 
     Raises:
         OSError: the disk is full, or the folder not writable.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
+    in_order = dict(sorted(tensors.items()))
+    write_tensors_in_turn(path, in_order, in_order.items())
 
-    try:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata)
-    except SafetensorError as error:  # Rust's, which carries the number in words alone
-        number = re.search(r"os error (\d+)", str(error))
-        if number is None:
-            raise
-        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
-    with path.open("rb") as file:
+
+def write_tensors_in_turn(
+    path: Path,
+    like: Mapping[str, torch.Tensor],
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    metadata: dict[str, str] | None = None,
+) -> None:
+    """Write a safetensors file and sync it; only one tensor has to be in the memory at a time.
+
+    safetensors' own writer needs all of them, contiguous: it would copy every convolution that lies channels-last.
+    The format (github.com/huggingface/safetensors): 8 bytes with the length of the header, JSON, the numbers.
+
+    Args:
+        path: the file.
+        like: name -> a tensor with the shape and dtype of each.
+        tensors: (name, tensor), in the order of `like`.
+        metadata: for the header.
+
+    Raises:
+        OSError: the disk is full, or the folder not writable.
+    """
+    header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
+    end = 0
+    for name, tensor in like.items():
+        begin, end = end, end + tensor.dtype.itemsize * math.prod(tensor.shape)
+        dtype = _DTYPES[str(tensor.dtype)]
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    words = json.dumps(header, separators=(",", ":")).encode()
+    words += b" " * (-len(words) % 8)  # the numbers begin at a multiple of 8
+    with path.open("wb") as file:
+        file.write(len(words).to_bytes(8, "little") + words)
+        for (name, tensor), (expected, described) in zip(tensors, like.items(), strict=True):
+            assert (name, tensor.dtype) == (expected, described.dtype)
+            file.write(tensor.detach().cpu().contiguous().numpy().data)
+        assert file.tell() == 8 + len(words) + end
+        file.flush()
         os.fsync(file.fileno())
+
+
+_DTYPES = {"torch.float32": "F32", "torch.float64": "F64", "torch.int64": "I64"}
+"""torch's name -> safetensors', of what trainings keep."""
 
 
 def file_digest(path: Path) -> str:
@@ -145,8 +178,12 @@ def write_error(path: Path, error: OSError, option: str = "--output_dir") -> Ico
     return IcomError(f"Cannot write {path}: {error.strerror or error}. Choose another {option}.")
 
 
-def make_writable_folder(folder: Path) -> None:
+def make_writable_folder(folder: Path, option: str = "--output_dir") -> None:
     """Create the folder and prove that files can be written there.
+
+    Args:
+        folder: that is wanted.
+        option: what the user chose it with.
 
     Raises:
         IcomError: it cannot be created or written.
@@ -156,7 +193,7 @@ def make_writable_folder(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise write_error(folder, error) from error
+        raise write_error(folder, error, option) from error
 
 
 def cache_folder(configured: str | None) -> Path:

@@ -38,13 +38,17 @@ def progress(items: Iterable[Any] | None, what: str, unit: str, **options: Any) 
 class _Lines(tqdm):  # type: ignore[type-arg]
     """tqdm that writes lines; the last one says how far it came."""
 
+    _shown: float | None = None
+    """How far it was in the last line."""
+
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
         """Called when it is time for a line."""
+        self._shown = self.n
         print(msg or self, file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Called once or several times, whether the end was reached or not."""
-        if not self.disable:
+        if not self.disable and self._shown != self.n:
             self.display()
         self.delay = math.inf  # tqdm then takes it that there is nothing to clear
         super().close()

@@ -21,8 +21,10 @@ from types import FrameType
 from typing import Any
 
 from icom import names
+from icom.config.captions import BUILT_IN
 from icom.config.train import TrainConfig, load_train_config
 from icom.config.training import to_yaml
+from icom.config.watching import lines_of, read_prompts
 from icom.errors import IcomError, Stopped, UsageError
 from icom.files import make_writable_folder, write_atomically
 from icom.signals import StopRequest
@@ -40,6 +42,8 @@ BUSY = 75
 ASK_SECONDS = 0.2
 
 GPUS = "gpus"
+_FILES = ("initial_embedding", "caption_templates")
+"""Options that are single files; the others that have to be on the nodes are folders."""
 STOP_BY_HAND = "'kill -s INT -- -$(cut -d\" \" -f1 runs/lock)'"  # dash takes no -- after -INT
 
 
@@ -103,10 +107,7 @@ def train_on(config: TrainConfig) -> None:
     folder = reachable_folder(where, None)
     master = OpenSsh(folder.ssh_config, ssh_names(config.on, MASTER)[0])
     home = check_ready(master, training, config.resume_from_checkpoint)
-    there: dict[str, Any] = {option: f"{home}/pushed/{some.name}" for option, some in inputs.items()}
-    if config.initial_embedding:
-        there["initial_embedding"] += f"/{Path(config.initial_embedding).name}"
-    there["output_dir"] = f"{home}/runs/{training.id}/{training.name}"
+    there = _options_there(config, inputs, home, training)
     resume = there.pop("resume_from_checkpoint", config.resume_from_checkpoint)
     with tempfile.TemporaryDirectory() as place:
         (file := Path(place, "config.yaml")).write_text(to_yaml(replace(config, **there)))
@@ -138,17 +139,31 @@ def _inputs(config: TrainConfig) -> dict[str, Upload]:
     """What is on this computer and has to be on the nodes: option -> files. Checked here as every rank will.
 
     Raises:
-        IcomError: pictures or a model are no good.
+        IcomError: pictures, captions or a model are no good.
     """
-    from icom.data.images import list_pictures
+    from icom.data.caption_reading import read_captions
+    from icom.data.class_pictures import pictures_there
+    from icom.data.images import files_of, list_pictures
     from icom.launch import digests
     from icom.methods.embedding_file import load_initial_rows
     from icom.models import loading
 
     found = {}
-    pictures = [picture.path for picture in list_pictures(config.train_data_dir)]
+    read_captions(config, list_pictures(config.train_data_dir))
     if config.train_data_dir.partition(":")[0] != "bundled":
-        found["train_data_dir"] = upload_of("the pictures", pictures[0].parent, pictures)
+        files = files_of(config.train_data_dir)
+        found["train_data_dir"] = upload_of("the pictures", files[0].parent, files)
+    if config.caption_templates and config.caption_templates != BUILT_IN:
+        file = Path(config.caption_templates).expanduser()
+        found["caption_templates"] = upload_of("the templates", file.parent, [file])
+    if config.with_prior_preservation and (of_the_class := [one.path for one in pictures_there(config)]):
+        if len(of_the_class) < config.num_class_images:
+            raise UsageError(
+                f"--class_data_dir {config.class_data_dir} has {len(of_the_class)} pictures, and --num_class_images is "
+                f"{config.num_class_images}. Where --on trains, either all are drawn or none: give --num_class_images "
+                f"{len(of_the_class)}, or an empty folder."
+            )
+        found["class_data_dir"] = upload_of("the pictures of the class", of_the_class[0].parent, of_the_class)
     model, tokenizer = config.pretrained_model_name_or_path, config.tokenizer_name
     if not loading.is_hub_id(model):
         if Path(model).expanduser().is_file():
@@ -168,11 +183,28 @@ def _inputs(config: TrainConfig) -> dict[str, Upload]:
     if config.initial_embedding:
         load_initial_rows(file := Path(config.initial_embedding).expanduser(), config.num_vectors)
         found["initial_embedding"] = upload_of("the initial embedding", file.parent, [file])
+    read_prompts(config)
     checkpoint = Path(config.resume_from_checkpoint or "latest").expanduser()
     if config.resume_from_checkpoint != "latest" and checkpoint.is_dir():
         files = [path for path in checkpoint.iterdir() if path.is_file()]
         found["resume_from_checkpoint"] = upload_of("the checkpoint", checkpoint, files)
     return found
+
+
+def _options_there(
+    config: TrainConfig, inputs: dict[str, Upload], home: str, training: RemoteTraining
+) -> dict[str, Any]:
+    """Options that are others on the nodes."""
+    there: dict[str, Any] = {option: f"{home}/pushed/{some.name}" for option, some in inputs.items()}
+    for option in _FILES:
+        if option in inputs:
+            there[option] += f"/{Path(getattr(config, option)).name}"
+    if config.prompts_file:  # a few lines need no file there
+        there["sample_prompts"] = lines_of(config)
+    there["output_dir"] = f"{home}/runs/{training.id}/{training.name}"
+    if config.with_prior_preservation:  # those that are drawn there come back with the output
+        there.setdefault("class_data_dir", f"{there['output_dir']}/class_pictures")
+    return there
 
 
 def _token(config: TrainConfig) -> str:
@@ -282,8 +314,8 @@ def _restore_local_paths(path: Path, config: TrainConfig) -> None:
     """Put this computer's names of inputs and output into config.yaml, which `icom generate` and `icom train` read."""
     if path.exists():
         places = (
-            *("train_data_dir", "pretrained_model_name_or_path", "tokenizer_name", "initial_embedding"),
-            "output_dir",
+            *("train_data_dir", "pretrained_model_name_or_path", "tokenizer_name", "output_dir"),
+            *("class_data_dir", "sample_prompts", *_FILES),
         )
         here = {name: getattr(config, name) for name in places}
         write_atomically(path, to_yaml(replace(load_train_config({"config": str(path)}), **here)).encode())

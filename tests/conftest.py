@@ -30,6 +30,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 TOGETHER = {
+    "tests/icom/data/test_ray.py",
     "tests/icom/launch/test_image.py",
     "tests/icom/launch/test_pods.py",
     "tests/icom/launch/test_slurm.py",
@@ -37,7 +38,7 @@ TOGETHER = {
     "tests/provisioning/test_health.py",
     "tests/provisioning/test_train_on.py",
 }
-"""Files whose tests share hosts, a cluster or an image that take long to make."""
+"""Files whose tests share hosts, a cluster or an image that take long to make, or look for what is left behind."""
 REAPER = pytest.StashKey[tuple[str, "subprocess.Popen[bytes]"]]()
 LEFT = pytest.StashKey[dict[int, str]]()
 ENDS_WITHIN = 20
@@ -115,13 +116,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=is_short)
 
 
-@pytest.fixture(autouse=True)
-def _own_places(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="session")
+def _own_places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Caches of the tests, not of the person who runs them."""
     base = tmp_path_factory.getbasetemp()
-    monkeypatch.setenv("ICOM_CACHE_DIR", str(base / "latents"))
-    monkeypatch.setenv("HF_HOME", str(base / "huggingface"))
-    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ICOM_CACHE_DIR", str(base / "latents"))
+        patch.setenv("HF_HOME", str(base / "huggingface"))
+        patch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+        warm.keep_environment()
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -183,7 +183,7 @@ def row_bytes(arch: str, hosts: int) -> int:
 
     from icom.training.step import message
 
-    return sum(part.nbytes for part in message([torch.zeros(_width(arch))], 0.0, [0] * hosts))
+    return sum(part.nbytes for part in message([torch.zeros(_width(arch))], torch.zeros(()), torch.zeros(hosts)))
 
 
 def table_bytes(arch: str) -> int:
@@ -204,7 +204,7 @@ def scaling(config: ScalingConfig) -> None:
         UsageError: a measurement without the usual script's.
         IcomError: a file cannot be read or written.
     """
-    measured = _read(config.measured, "icom bench --compare reference --json")
+    measured = read(config.measured, "icom bench --compare reference --json")
     try:
         computed = {cores: curves(config, measured, cores) for cores in config.cores}
     except KeyError as error:
@@ -213,15 +213,20 @@ def scaling(config: ScalingConfig) -> None:
         ) from error
     tables = {
         "hosts": hosts_table(config, measured, computed),
-        "allreduce": allreduce_table(_read(config.allreduce, "python -m tools.allreduce --output")),
-        "ranks": ranks_table(_read(config.ranks, "icom bench --ranks 1,2 --json")),
+        "allreduce": allreduce_table(read(config.allreduce, "python -m tools.allreduce --output")),
+        "ranks": ranks_table(read(config.ranks, "icom bench --ranks 1,2 --json")),
     }
     print("\n".join(tables.values()))
-    write_atomically(config.document, _fill(config.document, tables).encode(), "--document")
+    write_atomically(config.document, fill(config.document, tables, "tools.scaling").encode(), "--document")
     write_atomically(config.document.with_suffix(".png"), _plot(config, computed), "--document")
 
 
-def _read(path: Path, made_by: str) -> dict[str, Any]:
+def read(path: Path, made_by: str) -> dict[str, Any]:
+    """What a measurement's JSON file holds.
+
+    Raises:
+        IcomError: it cannot be read.
+    """
     try:
         content: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -344,14 +349,23 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.3g}"
 
 
-def _fill(document: Path, tables: dict[str, str]) -> str:
-    """The document with what stands between each table's marks replaced."""
+def fill(document: Path, tables: dict[str, str], writer: str) -> str:
+    """The document with what stands between each table's marks replaced.
+
+    Args:
+        document: has a line before and one after each table.
+        tables: name -> Markdown.
+        writer: the module that the line before names.
+
+    Raises:
+        IcomError: it cannot be read, or lacks a mark.
+    """
     try:
         text = document.read_text()
     except OSError as error:
         raise IcomError(f"Cannot read --document {document}: {error}") from error
     for name, table in tables.items():
-        start, end = f"<!-- {name}: written by python -m tools.scaling -->", f"<!-- end of {name} -->"
+        start, end = f"<!-- {name}: written by python -m {writer} -->", f"<!-- end of {name} -->"
         if text.count(start) != 1 or text.count(end) != 1:
             raise IcomError(f"{document} needs the lines `{start}` and `{end}`, once each.")
         text = f"{text.split(start)[0]}{start}\n\n{table}\n{end}{text.split(end)[1]}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -39,6 +39,8 @@ class Backend(Protocol):
         device: where modules and batches live.
         dtype: of VAE and UNet.
         process_group: torch.distributed backend that suits the device.
+        asynchronous: it computes while Python goes on, and whoever reads a number waits for all that was asked for.
+        training_layout: memory format in which convolutions are trained fastest.
         choices: what was chosen by measuring and decides the bits of the result. It fills while the run computes;
             checkpoints record it, and a resumed run puts the record in before its first step.
     """
@@ -47,13 +49,35 @@ class Backend(Protocol):
     device: torch.device
     dtype: torch.dtype
     process_group: str
+    asynchronous: bool
+    training_layout: torch.memory_format
     choices: dict[str, str]
 
     def prepare(self, model: Model) -> None:
         """Move the frozen modules to the device, in the layout and precision that is fastest there."""
 
+    def start_anew(self, model: Model) -> None:
+        """Forget what was chosen by the shapes that came first: a further run beside the same model then has the bits
+        that it has in a process of its own. `model` is prepared."""
+
     def prepare_training(self, unet: UNet2DConditionModel) -> None:
         """Make a UNet that is trained, float32 and on the device, as fast as its layers allow that stay as they are."""
+
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the CPU's memory, on the device. Python does not wait until an asynchronous one has it."""
+
+    def read_later(self, numbers: torch.Tensor) -> Callable[[], list[float]]:
+        """What gives a vector of the device to Python: it waits for the vector, and for nothing that comes after."""
+
+    def record(
+        self, compute: Callable[[], Sequence[torch.Tensor]]
+    ) -> tuple[Sequence[torch.Tensor], Callable[[], None]]:
+        """Record what the device does for `compute`, which reads and writes no other memory of the CPU.
+
+        Returns:
+            (tensors that hold the results, what does it again with the numbers that are then in the same memory).
+            Nothing is in the results before the first time.
+        """
 
     def autocast(self) -> AbstractContextManager[object]:
         """Context in which the text encoder runs, and a UNet that is trained."""
@@ -114,6 +138,11 @@ def resolve(
 def why_not(name: str) -> str | None:
     """Why one of NAMES cannot be used here and what to do about it; None when it can."""
     return None if name == "cpu" else {"ipex": ipex, "cuda": cuda}[name].why_not()
+
+
+def is_gpu(name: str) -> bool:
+    """Whether what --backend names is a GPU; `auto` is where there is one."""
+    return name == "cuda" or (name == "auto" and why_not("cuda") is None)
 
 
 def fast_precision(name: str, cache_dir: str | None = None, place: Place = SINGLE_PROCESS) -> tuple[Precision, str]:

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from icom.backends.shared import about_emulation, autocast_to, matrices_to, refuse_fp16
+from icom.backends.shared import Synchronous, about_emulation, autocast_to, matrices_to, refuse_fp16
 from icom.engine.blocks import replace_attention, rewrite
-from icom.engine.choices import choices_for
+from icom.engine.choices import Choices, choices_for
+from icom.engine.layers import unpack
 from icom.engine.operators import why_no_engine
 from icom.engine.precision import product_dtype
 from icom.engine.threads import use_own_cores
+from icom.engine.trained import multiply_in_float32
 from icom.parallel.place import SINGLE_PROCESS, Place
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ ENGINE_FROM = 100_000_000
 Where bf16 is emulated it gains with every model."""
 
 
-class CpuBackend:
+class CpuBackend(Synchronous):
     """See `icom.backends.Backend`."""
 
     name = "cpu"
@@ -39,10 +41,14 @@ class CpuBackend:
         use_own_cores(place)
         self.device = torch.device("cpu")
         self.dtype = torch.bfloat16 if mixed_precision == "bf16" else torch.float32
+        # Weights' gradients: oneDNN's kernels for AVX2 take two to three times as long channels-last.
+        avx2 = torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
+        self.training_layout = torch.contiguous_format if avx2 else torch.channels_last
         self.engine = engine
         self.without_engine = "--engine off" if engine == "off" else why_no_engine(self.dtype)
         self._folder = folder
         self.choices: dict[str, str] = {}
+        self._attention: Choices | None = None
 
     def prepare(self, model: Model) -> None:
         """Channels-last for the convolutions; the text encoder's matrices in the precision that autocast uses."""
@@ -53,20 +59,31 @@ class CpuBackend:
         if self.without_engine is None and self.engine == "auto" and _is_small(model.unet) and not emulated:
             self.without_engine = "faster for a small model"
         if self.without_engine is None:
-            attention = choices_for(model.unet, self._folder)
-            self.choices = attention.made
+            self._attention = choices_for(model.unet, self._folder)
+            self.choices = self._attention.made
             for part in model.parts.values():
-                rewrite(part, attention.attend)
+                rewrite(part, self._attention.attend)
+
+    def start_anew(self, model: Model) -> None:
+        """Layers are packed for the shapes that come first, and attention is chosen then."""
+        if self._attention is not None:
+            self._attention.forget()
+            for part in model.parts.values():
+                unpack(part)
 
     def prepare_training(self, unet: UNet2DConditionModel) -> None:
         """Attention in the way that is measured to be fastest here; the engine's packed layers are for frozen ones."""
-        if self.engine == "off" or (self.engine == "auto" and _is_small(unet)):
+        emulated = product_dtype(self.dtype) != self.dtype
+        if self.engine == "off" or (self.engine == "auto" and _is_small(unet) and not emulated):
             self.without_engine = "--engine off" if self.engine == "off" else "faster for a small model"
             return
+        self.without_engine = "the UNet is trained; measured attention"
+        if emulated:
+            multiply_in_float32(unet)
+            self.without_engine += ", products in fp32"
         attention = choices_for(unet, self._folder)
         self.choices = attention.made
         replace_attention(unet, attention.attend)
-        self.without_engine = "the UNet is trained; measured attention"
 
     def autocast(self) -> AbstractContextManager[object]:
         """bf16 autocast, or nothing in float32."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 AMPERE = (8, 0)
 """Compute capability from which GPUs compute in bf16."""
+BEFORE_RECORDING = 3
+"""Passes before a graph is recorded."""
 
 
 def why_not() -> str | None:
@@ -49,6 +52,7 @@ class CudaBackend:
 
     name = "cuda"
     process_group = "nccl"
+    asynchronous = True
 
     def __init__(
         self, mixed_precision: str, *, allow_tf32: bool = False, compiled: bool = False, place: Place = SINGLE_PROCESS
@@ -74,8 +78,10 @@ class CudaBackend:
                 "Use --mixed_precision no."
             )
         torch.cuda.set_device(self.device)
+        self.training_layout = torch.channels_last
         self.allow_tf32, self.compiled = allow_tf32, compiled
         self.choices: dict[str, str] = {}
+        self._graphs_memory: Any = None
         # PyTorch's own defaults are no for matrix products and yes for convolutions.
         torch.set_float32_matmul_precision("high" if allow_tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = allow_tf32
@@ -90,8 +96,59 @@ class CudaBackend:
         if self.compiled:
             model.unet.compile()
 
+    def start_anew(self, model: Model) -> None:
+        """torch.compile makes code for the first shape, and other code for all shapes when a second one comes."""
+        if self.compiled:
+            torch.compiler.reset()
+
     def prepare_training(self, unet: UNet2DConditionModel) -> None:
         """Nothing: PyTorch's own attention is flash there."""
+
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """By way of pinned memory: from any other, Python would wait until all kernels before the copy are done.
+
+        PyTorch keeps the pinned memory until the copy is done, and then for the next one.
+        """
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+    def read_later(self, numbers: torch.Tensor) -> Callable[[], list[float]]:
+        """They are copied when the kernels before are done; an event, and no later kernel, is waited for."""
+        copy = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        copy.copy_(numbers, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+
+        def read() -> list[float]:
+            copied.synchronize()
+            return copy.tolist()
+
+        return read
+
+    def record(
+        self, compute: Callable[[], Sequence[torch.Tensor]]
+    ) -> tuple[Sequence[torch.Tensor], Callable[[], None]]:
+        """A CUDA graph, as PyTorch's notes on CUDA semantics make one of a whole network.
+
+        All graphs share their memory: no two are played at a time, and what each leaves is kept from the others.
+        """
+        cached = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)  # a cast that is kept from outside the graph would not be in it
+        try:
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):  # libraries choose kernels and take memory of their own
+                for _ in range(BEFORE_RECORDING):
+                    compute()
+            torch.cuda.current_stream().wait_stream(side)
+            if self._graphs_memory is None:
+                self._graphs_memory = torch.cuda.graph_pool_handle()
+            graph = torch.cuda.CUDAGraph()
+            # Other threads, as NCCL's, may ask the device for something meanwhile.
+            with torch.cuda.graph(graph, pool=self._graphs_memory, capture_error_mode="thread_local"):
+                results = compute()
+        finally:
+            torch.set_autocast_cache_enabled(cached)
+        return results, graph.replay
 
     def autocast(self) -> AbstractContextManager[object]:
         """bf16 autocast, or nothing in float32."""

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from icom.backends.shared import about_emulation, autocast_to, matrices_to, refuse_fp16
+from icom.backends.shared import Synchronous, about_emulation, autocast_to, matrices_to, refuse_fp16
 from icom.engine.blocks import replace_attention
-from icom.engine.choices import choices_for
+from icom.engine.choices import Choices, choices_for
 from icom.engine.threads import use_own_cores
 from icom.errors import UsageError
 from icom.parallel.place import SINGLE_PROCESS, Place
@@ -47,7 +47,7 @@ def why_not() -> str | None:
     return None
 
 
-class IpexBackend:
+class IpexBackend(Synchronous):
     """See `icom.backends.Backend`."""
 
     name = "ipex"
@@ -60,8 +60,10 @@ class IpexBackend:
         self.device = torch.device("cpu")
         self.engine = engine
         self.dtype = torch.bfloat16 if mixed_precision == "bf16" else torch.float32
+        self.training_layout = torch.channels_last
         self.choices: dict[str, str] = {}
         self._folder = folder
+        self._attention: Choices | None = None
         self._ipex = _load()
         if self.dtype == torch.bfloat16 and not self._ipex._C.onednn_has_bf16_support():
             raise UsageError(
@@ -79,10 +81,15 @@ class IpexBackend:
             self._ipex.optimize(part.eval(), dtype=self.dtype, inplace=True, auto_kernel_selection=True)
             part.train(training)
         if self.engine != "off":
-            attention = choices_for(model.unet, self._folder)
-            self.choices = attention.made
-            replace_attention(model.unet, attention.attend)
+            self._attention = choices_for(model.unet, self._folder)
+            self.choices = self._attention.made
+            replace_attention(model.unet, self._attention.attend)
         matrices_to(model.text_encoder, self.dtype)
+
+    def start_anew(self, model: Model) -> None:
+        """Attention is chosen for the shapes that come first; ipex.optimize has packed the layers before."""
+        if self._attention is not None:
+            self._attention.forget()
 
     def prepare_training(self, unet: UNet2DConditionModel) -> None:
         """Raises: UsageError: ipex.optimize is for frozen models here."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -9,6 +10,26 @@ import torch
 from icom.engine.cost import bf16_factors
 from icom.engine.precision import product_dtype
 from icom.errors import UsageError
+
+
+class Synchronous:
+    """Of devices that have computed when PyTorch returns: numbers are there as soon as they are named."""
+
+    asynchronous = False
+
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """It is there already."""
+        return tensor
+
+    def read_later(self, numbers: torch.Tensor) -> Callable[[], list[float]]:
+        """Nothing to wait for."""
+        return numbers.tolist
+
+    def record(
+        self, compute: Callable[[], Sequence[torch.Tensor]]
+    ) -> tuple[Sequence[torch.Tensor], Callable[[], None]]:
+        """Nothing waits between kernels here: --enable_cuda_graph is refused."""
+        raise NotImplementedError
 
 
 def matrices_to(module: torch.nn.Module, dtype: torch.dtype) -> None:

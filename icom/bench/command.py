@@ -17,10 +17,12 @@ from typing import Any
 import torch
 
 from icom import backends
-from icom.bench.measure import Job, Measurement, count_flops
+from icom.bench.cards import peak_of
+from icom.bench.job import Job, Measurement
+from icom.bench.measure import count_flops
 from icom.bench.ranks import bench_ranks
 from icom.config.bench import BenchConfig
-from icom.errors import IcomError
+from icom.errors import IcomError, UsageError
 from icom.files import cache_folder, write_atomically
 from icom.machine import cpu_model
 from icom.models.architectures import ARCHITECTURES
@@ -36,7 +38,15 @@ def bench(config: BenchConfig) -> None:
         UsageError: --ranks asks for more than this machine has.
         IcomError: a measuring process failed.
     """
-    config = dataclasses.replace(config, resolution=config.resolution or ARCHITECTURES[config.arch].resolution)
+    arch = config.architecture
+    config = dataclasses.replace(config, arch=arch, resolution=config.resolution or ARCHITECTURES[arch].resolution)
+    if config.enable_cuda_graph and not backends.is_gpu(config.backend):
+        raise UsageError("--enable_cuda_graph is for --backend cuda: on CPUs nothing waits between kernels. Drop it.")
+    if config.method == "unet":
+        from icom.bench.unet_command import bench_unet
+
+        bench_unet(config, _job(config), this_machine())
+        return
     if config.ranks is not None:
         bench_ranks(config, _job(config), this_machine())
         return
@@ -53,7 +63,7 @@ def bench(config: BenchConfig) -> None:
 def _job(config: BenchConfig) -> Job:
     assert config.resolution is not None
     return Job(
-        config.arch,
+        config.architecture,
         config.resolution,
         config.batch_size,
         config.mixed_precision,
@@ -61,14 +71,19 @@ def _job(config: BenchConfig) -> Job:
         str(cache_folder(None)),  # attention is computed as `icom train` does here
         config.backend,
         config.engine,
+        enable_cuda_graph=config.enable_cuda_graph,
     )
 
 
 def _contenders(config: BenchConfig) -> dict[str, Job]:
     ours = _job(config)
+    usual = dataclasses.replace(ours, backend=None)
+    if config.profile:
+        ours = dataclasses.replace(ours, profile=str(Path(config.profile).absolute()))
     if config.compare == "none":
         return {OURS: ours}
-    usual = dataclasses.replace(ours, backend=None)
+    if backends.is_gpu(config.backend):  # where the CPU's allocator makes no difference
+        return {STOCK: dataclasses.replace(usual, our_allocator=False, reference_backend="cuda"), OURS: ours}
     return {STOCK: dataclasses.replace(usual, our_allocator=False), SAME_ALLOCATOR: usual, OURS: ours}
 
 
@@ -132,19 +147,17 @@ def _details(config: BenchConfig, rounds: list[Measurement]) -> dict[str, Any]:
     within each round: both were measured in one process.
     """
     assert config.resolution is not None
-    matmul, convolution = count_flops(config.arch, config.resolution, config.batch_size)
+    matmul, convolution = count_flops(config.architecture, config.resolution, config.batch_size)
     shares = [
         (matmul / m.matmul_tflops + convolution / m.convolution_tflops) / 1e3 / statistics.median(m.seconds)
         for m in rounds
     ]
-    steps = [step for m in rounds for step in zip(m.seconds, m.forward, m.backward, strict=True)]
-    seconds = statistics.median(whole for whole, _, _ in steps)
+    seconds = statistics.median(second for m in rounds for second in m.seconds)
+    card = config.peak_tflops or (peak_of(rounds[0].card) if config.mixed_precision == "bf16" else None)
     return {
         "backend": rounds[0].description,
         "images_per_second": config.batch_size / seconds,
-        "forward_seconds": statistics.median(forward for _, forward, _ in steps),
-        "backward_seconds": statistics.median(backward for _, _, backward in steps),
-        "other_seconds": statistics.median(whole - forward - backward for whole, forward, backward in steps),
+        **_parts(rounds),
         "bytes_per_step": rounds[0].bytes_per_step,
         "gflop_per_step": {"matmul": matmul, "convolution": convolution},
         "peak_tflops": {
@@ -152,6 +165,20 @@ def _details(config: BenchConfig, rounds: list[Measurement]) -> dict[str, Any]:
             "convolution": statistics.median(m.convolution_tflops for m in rounds),
         },
         "share_of_peak": statistics.median(shares),
+        "card_peak_tflops": card,
+        "share_of_card_peak": (matmul + convolution) / 1e3 / seconds / card if card else None,
+    }
+
+
+def _parts(rounds: list[Measurement]) -> dict[str, float | None]:
+    """Seconds of the step's parts; None where they cannot be told apart."""
+    if not rounds[0].forward:
+        return dict.fromkeys(("forward_seconds", "backward_seconds", "other_seconds"))
+    steps = [step for m in rounds for step in zip(m.seconds, m.forward, m.backward, strict=True)]
+    return {
+        "forward_seconds": statistics.median(forward for _, forward, _ in steps),
+        "backward_seconds": statistics.median(backward for _, _, backward in steps),
+        "other_seconds": statistics.median(whole - forward - backward for whole, forward, backward in steps),
     }
 
 
@@ -173,19 +200,22 @@ def _print_table(result: dict[str, Any]) -> None:
     for name, row in result["contenders"].items():
         key = keys.get(name)
         ratio = "{:.2f} x ({:.2f}–{:.2f})".format(result[key], *result[f"{key}_range"]) if key else ""
-        span = f"{row['fastest']:.2f}–{row['slowest']:.2f}"
-        table.add_row(name, f"{row['seconds_per_step']:.2f}", span, f"{row['peak_gb']:.1f}", ratio)
+        span = f"{_seconds(row['fastest'])}–{_seconds(row['slowest'])}"
+        table.add_row(name, _seconds(row["seconds_per_step"]), span, f"{row['peak_gb']:.1f}", ratio)
     flop, peak = result["gflop_per_step"], result["peak_tflops"]
     console = Console()
     console.print(table)
+    times = {part: result[f"{part}_seconds"] for part in ("forward", "backward", "other")}
+    told = ", ".join(f"{part} {_seconds(time)} s" for part, time in times.items() if time is not None)
+    card = result["card_peak_tflops"]
+    of_card = f"; {result['share_of_card_peak']:.0%} of {card:g} TFLOP/s, the GPU's peak on paper" if card else ""
     console.print(
         f"{result['backend']}\n"
-        f"  {result['images_per_second']:.3g} images/s; forward {result['forward_seconds']:.2f} s, backward "
-        f"{result['backward_seconds']:.2f} s, other {result['other_seconds']:.2f} s; {result['bytes_per_step']} bytes "
-        f"all-reduced per step where there are several processes\n"
+        f"  {result['images_per_second']:.3g} images/s; {told or 'passes played from CUDA graphs'}; "
+        f"{result['bytes_per_step']} bytes all-reduced per step where there are several processes\n"
         f"  {flop['matmul']:.0f} GFLOP in matrix products at a peak of {peak['matmul']:.2f} TFLOP/s, "
         f"{flop['convolution']:.0f} in convolutions at {peak['convolution']:.2f}: "
-        f"{result['share_of_peak']:.0%} of the peak",
+        f"{result['share_of_peak']:.0%} of the peak{of_card}",
         highlight=False,
         markup=False,
     )
@@ -280,11 +310,16 @@ def _plot(config: BenchConfig, rows: list[dict[str, Any]]) -> bytes:
         )
     axes.set(xlabel="micro-batch", ylabel="images/s", title=f"{config.arch} at {config.resolution} px")
     axes.set_xticks(sorted(set(config.sweep_batch_sizes)))
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
     axes.legend()
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=120)
     return file.getvalue()
+
+
+def _seconds(value: float) -> str:
+    """Hundredths, and of a GPU's steps what there is to see."""
+    return f"{value:.2f}" if value >= 0.1 else f"{value:.3g}"
 
 
 def _precision(options: dict[str, Any]) -> str:

@@ -5,31 +5,34 @@ Every measurement has a process of its own, because allocator settings, packed w
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
-import resource
 import statistics
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 
 from icom import backends
+from icom.bench.job import Job, Measurement, meeting, peak_gb, time_steps
 from icom.bench.reference import ReferenceTrainer
 from icom.config.common import BackendName
 from icom.config.train import TrainConfig
+from icom.config.words import placeholder_tokens
 from icom.data.captions import TEMPLATES
-from icom.data.images import Transform, list_pictures, pixels, read_picture
+from icom.data.images import list_pictures, read_picture
 from icom.data.sampling import SampleStream, gaussian_noise
+from icom.data.transform import Transform, pixels
 from icom.engine import operators
 from icom.engine.memory import keep_freed_memory
-from icom.methods.embedding import captions_to_ids, placeholder_tokens
+from icom.methods.embedding import captions_to_ids
 from icom.models import loading
 from icom.models.architectures import ARCHITECTURES
 from icom.models.parts import TEXT_ENCODER, UNET
@@ -45,70 +48,15 @@ WARM_UP = 3
 REFERENCE_WARM_UP = 1
 
 
-@dataclass(frozen=True)
-class Job:
-    """What a process is to measure.
-
-    Attributes:
-        arch: a key of ARCHITECTURES.
-        resolution: pixels.
-        batch_size: pictures per step.
-        mixed_precision: "no" or "bf16".
-        steps: timed ones.
-        cache: folder of the latent cache and of the engine's choices.
-        backend: as in --backend; None: the reference.
-        engine: "auto" or "off".
-        our_allocator: whether the allocator is told to keep freed memory.
-        side_by_side: how many processes measure at a time; they start and end their timed steps together.
-        meeting: port of the TCPStore where they wait for each other; only with several.
-    """
-
-    arch: str
-    resolution: int
-    batch_size: int
-    mixed_precision: str
-    steps: int
-    cache: str
-    backend: BackendName | None = "auto"
-    engine: str = "auto"
-    our_allocator: bool = True
-    side_by_side: int = 1
-    meeting: int | None = None
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """What one process measured. Times in seconds, one value per timed step; memory in 2^30 bytes.
-
-    Attributes:
-        seconds: of whole steps.
-        peak_gb: highest resident memory; on a GPU its own memory.
-        forward: from the text encoder's start to the UNet's end.
-        backward: from there to the rows' gradient.
-        exchange: from there to the optimizer's step: in a group of processes, waiting for the others and all-reduce.
-        bytes_per_step: what each of several processes would send in an optimizer step.
-        matmul_tflops, convolution_tflops: the machine's peak in the same dtype, in 10^12 operations per second.
-        description: of the backend.
-        group: processes that summed their gradients, this one included.
-    """
-
-    seconds: list[float]
-    peak_gb: float
-    forward: list[float] = field(default_factory=list)
-    backward: list[float] = field(default_factory=list)
-    exchange: list[float] = field(default_factory=list)
-    bytes_per_step: int = 0
-    matmul_tflops: float = 0.0
-    convolution_tflops: float = 0.0
-    description: str = ""
-    group: int = 1
-
-
 def measure(job: Job) -> Measurement:
-    """Build the model, warm up, time the steps, and then the machine's peak."""
+    """Build the model, warm up, time the steps, and of textual inversion then the machine's peak."""
     if job.our_allocator:
         keep_freed_memory()
     loading.quiet_libraries()
+    if job.method == "unet":
+        from icom.bench.unet import measure_unet
+
+        return measure_unet(job)
     options = TrainConfig(
         train_data_dir="bundled",
         placeholder_token="<bench>",
@@ -121,6 +69,7 @@ def measure(job: Job) -> Measurement:
         mixed_precision=job.mixed_precision,  # type: ignore[arg-type]
         report_to="none",
         cache_dir=job.cache,
+        enable_cuda_graph=job.enable_cuda_graph,
     )
     return _measure_reference(options, job) if job.backend is None else _measure_ours(options, job, job.backend)
 
@@ -128,8 +77,9 @@ def measure(job: Job) -> Measurement:
 def _measure_ours(options: TrainConfig, job: Job, name: BackendName) -> Measurement:
     from accelerate import Accelerator
 
+    from icom.training.material import open_material
     from icom.training.run import prepare
-    from icom.training.step import message, optimizer_step
+    from icom.training.step import optimizer_step
 
     place = find_place(os.environ)
     backend, _ = backends.resolve(name, job.mixed_precision, job.engine, cache_dir=job.cache, place=place)
@@ -137,70 +87,103 @@ def _measure_ours(options: TrainConfig, job: Job, name: BackendName) -> Measurem
     with joined(place) as group:
         group.connect(choose_collectives("auto", backend.process_group)[0])
         accelerator = Accelerator(cpu=backend.device.type == "cpu", mixed_precision=job.mixed_precision)
-        run = prepare(options, backend, accelerator, model, list_pictures("bundled"), group)
-        marks = _marks(run)
-        meet = _meeting(job)
-        seconds = _time_steps(lambda index: optimizer_step(run, index * run.samples_per_step), job.steps, WARM_UP, meet)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    if backend.device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(backend.device) / 2**30
-    starts, middles, ends, steps = (marks[name][-job.steps :] for name in ("start", "middle", "end", "step"))
+        run = prepare(options, backend, accelerator, model, open_material(options), group)
+        marks = _Marks(run)
+        begun: deque[Callable[[], object]] = deque()
+
+        def step(index: int) -> None:
+            """As `icom.training.loop` has it: what a step came to is asked for when a GPU has the next one."""
+            begun.append(optimizer_step(run, index * run.samples_per_step))
+            if len(begun) > (1 if backend.asynchronous else 0):
+                begun.popleft()()
+
+        seconds = time_steps(step, job.steps, WARM_UP, meeting(job))
+        peak = peak_gb(backend.device)
+        forward, backward, exchange = (
+            marks.between(*pair, job.steps) for pair in (("start", "middle"), ("middle", "end"), ("end", "step"))
+        )
+        if job.profile:
+            _trace(step, WARM_UP + job.steps, Path(job.profile), on_gpu=backend.asynchronous)
     # Beside other processes it would be no peak.
     matmul, convolution = (0.0, 0.0) if job.side_by_side > 1 else peaks(backend.device, backend.dtype)
     return Measurement(
         seconds,
         peak,
-        [middle - start for start, middle in zip(starts, middles, strict=True)],
-        [end - middle for middle, end in zip(middles, ends, strict=True)],
-        [step - end for end, step in zip(ends, steps, strict=True)],
-        sum(part.nbytes for part in message([*run.method.parameters.values()], 0.0, [0] * max(2, group.size))),
+        forward,
+        backward,
+        exchange,
+        sum(part.nbytes for part in _message_of(run)),
         matmul,
         convolution,
         backend.describe(),
+        torch.cuda.get_device_name(backend.device) if backend.device.type == "cuda" else "",
         group.size,
     )
 
 
-def _meeting(job: Job) -> Callable[[str], None]:
-    """What makes this process wait until all that are measured side by side have come to the same place."""
-    if job.meeting is None:
-        return lambda _: None
-    # The one that started the processes ends them all when one dies: nobody has to give up before that.
-    address = ("127.0.0.1", job.meeting)
-    store = torch.distributed.TCPStore(*address, is_master=False, timeout=timedelta(days=1))  # type: ignore[attr-defined]
+def _message_of(run: Run) -> list[torch.Tensor]:
+    """What an optimizer step sends; of a process alone, what it would as one of two."""
+    from icom.training.step import message
 
-    def meet(place: str) -> None:
-        if store.add(place, 1) == job.side_by_side:
-            store.set(f"{place}: all", "")
-        store.wait([f"{place}: all"])
-
-    return meet
+    numbers = torch.zeros(1 + max(2, run.group.size), device=run.backend.device)
+    return message([*run.method.parameters.values()], numbers[0], numbers[1:])
 
 
-def _marks(run: Run) -> dict[str, list[float]]:
-    """Let hooks note when each step's forward pass starts and ends, its backward pass ends, the optimizer steps."""
-    marks: dict[str, list[float]] = {"start": [], "middle": [], "end": [], "step": []}
+class _Marks:
+    """When each step's forward pass starts and ends, its backward pass ends, the optimizer steps; told by hooks.
 
-    def note(name: str) -> Callable[..., None]:
+    On a GPU these are times of its own, and nothing waits for them. In a graph there are none.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._on_gpu = run.backend.device.type == "cuda"
+        self._marks: dict[str, list[Any]] = {"start": [], "middle": [], "end": [], "step": []}
+        if run.graphs is None:
+            run.model.text_encoder.register_forward_pre_hook(self._note("start"))
+            run.model.unet.register_forward_hook(self._note("middle"))
+            last = next(iter(run.method.parameters.values()))
+            last.register_post_accumulate_grad_hook(self._note("end"))
+            run.optimizer.register_step_pre_hook(self._note("step"))
+
+    def between(self, one: str, other: str, steps: int) -> list[float]:
+        """Seconds from one mark to the other, of the last steps."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        pairs = zip(self._marks[one][-steps:], self._marks[other][-steps:], strict=True)
+        return [begin.elapsed_time(end) / 1e3 if self._on_gpu else end - begin for begin, end in pairs]
+
+    def _note(self, name: str) -> Callable[..., None]:
         def hook(*_: object) -> None:
-            if run.backend.device.type == "cuda":
-                torch.cuda.synchronize()
-            marks[name].append(time.perf_counter())
+            if not self._on_gpu:
+                self._marks[name].append(time.perf_counter())
+                return
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks[name].append(event)
 
         return hook
 
-    run.model.text_encoder.register_forward_pre_hook(note("start"))
-    run.model.unet.register_forward_hook(note("middle"))
-    last = next(iter(run.method.parameters.values()))
-    last.register_post_accumulate_grad_hook(note("end"))
-    run.optimizer.register_step_pre_hook(note("step"))
-    return marks
+
+def _trace(step: Callable[[int], object], first: int, path: Path, *, on_gpu: bool) -> None:
+    """Write what two more steps do, in Chrome's format."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as trace:
+        step(first)
+        step(first + 1)
+        if on_gpu:
+            torch.cuda.synchronize()
+    unfinished = path.with_name(f".{path.name}.tmp")
+    trace.export_chrome_trace(str(unfinished))
+    unfinished.replace(path)
 
 
 def _measure_reference(options: TrainConfig, job: Job) -> Measurement:
-    # Stock layers on the CPU, whatever else there is: what the script does there.
-    backend, _ = backends.resolve("cpu", job.mixed_precision, "off")
+    # Stock layers, in the layout that they are loaded in: what the script does there.
+    backend, _ = backends.resolve(job.reference_backend, job.mixed_precision, "off")
     model = loading.load(loading.find(f"random:{job.arch}"), backend.dtype)
+    for part in model.parts.values():
+        part.to(backend.device)
     trainer = ReferenceTrainer(model, options, backend.autocast())
     templates = TEMPLATES["object"]
     tokens = placeholder_tokens(options.placeholder_token, options.num_vectors)
@@ -216,32 +199,21 @@ def _measure_reference(options: TrainConfig, job: Job) -> Measurement:
     def step(index: int) -> float:
         first = index * job.batch_size
         samples = [stream[i] for i in range(first, first + job.batch_size)]
-        noises = [gaussian_noise(sample, shape) for sample in samples]
+        if backend.asynchronous:  # the script draws it where it is needed
+            vae_noise, noise = torch.randn(2, len(samples), *shape, device=backend.device)
+        else:
+            vae_noise, noise = map(torch.stack, zip(*(gaussian_noise(one, shape) for one in samples), strict=True))
         batch = torch.stack([pixels(images[s.picture], transform, flip=s.flip) for s in samples])
-        latents = trainer.encode(batch, torch.stack([vae_noise for vae_noise, _ in noises]))
+        latents = trainer.encode(batch.to(backend.device), vae_noise)
         return trainer.train_batch(
             latents,
-            torch.stack([noise for _, noise in noises]),
-            torch.tensor([sample.timestep for sample in samples]),
-            captions[[sample.template for sample in samples]],
+            noise,
+            torch.tensor([sample.timestep for sample in samples], device=backend.device),
+            captions[[sample.template for sample in samples]].to(backend.device),
         )
 
-    seconds = _time_steps(step, job.steps, REFERENCE_WARM_UP)
-    return Measurement(seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
-
-
-def _time_steps(
-    step: Callable[[int], object], count: int, warm_up: int, meet: Callable[[str], None] = lambda _: None
-) -> list[float]:
-    seconds = []
-    for index in range(warm_up + count):
-        if index == warm_up:
-            meet("warm")
-        began = time.perf_counter()
-        step(index)
-        seconds.append(time.perf_counter() - began)
-    meet("done")
-    return seconds[warm_up:]
+    seconds = time_steps(step, job.steps, REFERENCE_WARM_UP)
+    return Measurement(seconds, peak_gb(backend.device))
 
 
 def count_flops(arch: str, resolution: int, batch_size: int) -> tuple[float, float]:
@@ -281,11 +253,14 @@ def peaks(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
 
     Weights are packed where the engine can pack them.
     """
-    packed = device.type == "cpu" and operators.why_no_engine(dtype) is None
-    sizes = (1024, 2048)
+    on_gpu = device.type == "cuda"
+    packed = not on_gpu and operators.why_no_engine(dtype) is None
+    sizes = (4096, 8192) if on_gpu else (1024, 2048)
+    batch = 16 if on_gpu else 1
     shapes = ((320, 64), (640, 32), (1280, 16))
     matmul = max(_rate(2 * n**3, _product(n, device, dtype, packed)) for n in sizes)
-    return matmul, max(_rate(18 * c * c * n * n, _convolution(c, n, device, dtype, packed)) for c, n in shapes)
+    ways = {(c, n): _convolution(batch, c, n, device, dtype, packed) for c, n in shapes}
+    return matmul, max(_rate(18 * batch * c * c * n * n, of_size) for (c, n), of_size in ways.items())
 
 
 def _product(n: int, device: torch.device, dtype: torch.dtype, packed: bool) -> list[Callable[[], object]]:
@@ -298,10 +273,10 @@ def _product(n: int, device: torch.device, dtype: torch.dtype, packed: bool) -> 
 
 
 def _convolution(
-    channels: int, side: int, device: torch.device, dtype: torch.dtype, packed: bool
+    batch: int, channels: int, side: int, device: torch.device, dtype: torch.dtype, packed: bool
 ) -> list[Callable[[], object]]:
     layout = torch.channels_last
-    x = torch.randn(1, channels, side, side, device=device).to(dtype, memory_format=layout)
+    x = torch.randn(batch, channels, side, side, device=device).to(dtype, memory_format=layout)
     weight = torch.randn(channels, channels, 3, 3, device=device).to(dtype, memory_format=layout)
     ways: list[Callable[[], object]] = [lambda: F.conv2d(x, weight, padding=1)]
     if packed:
@@ -328,4 +303,6 @@ def _rate(operations: float, ways: list[Callable[[], object]]) -> float:
 
 if __name__ == "__main__":
     own_process()
+    with contextlib.suppress(OSError):  # where memory does not suffice, the kernel is to take this process
+        Path("/proc/self/oom_score_adj").write_text("1000")
     print(json.dumps(dataclasses.asdict(measure(Job(**json.loads(sys.argv[1]))))))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import socket
 import statistics
 import subprocess
@@ -20,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from icom import backends, machine
-from icom.bench.measure import Job, Measurement
+from icom.bench.job import Job, Measurement
 from icom.config.bench import BenchConfig, parse_ranks
+from icom.engine.memory import says_out_of_memory
 from icom.errors import IcomError, UsageError
 from icom.files import write_atomically
 from icom.parallel.listening import listen
@@ -48,15 +50,10 @@ def bench_ranks(config: BenchConfig, job: Job, here: dict[str, Any]) -> None:
         IcomError: a process failed.
     """
     sizes = parse_ranks(config.ranks or "")
-    if config.backend == "cuda" or (config.backend == "auto" and backends.why_not("cuda") is None):
+    if backends.is_gpu(config.backend):
         raise UsageError("--ranks shares out CPU cores: add --backend cpu.")
     cores = machine.cores_of_rank(0, 1)
-    per_rank = len(cores) // max(sizes)
-    if not per_rank:
-        raise UsageError(
-            f"--ranks {config.ranks} asks for {max(sizes)} processes with a core each; {len(cores)} can be used here."
-        )
-    slots = [cores[rank * per_rank : (rank + 1) * per_rank] for rank in range(max(sizes))]
+    slots = slots_of(max(sizes), cores)
     # A group's name -> (processes, whether they form a group).
     contenders = {ALONE: (1, False)}
     for size in sizes[1:]:
@@ -65,10 +62,26 @@ def bench_ranks(config: BenchConfig, job: Job, here: dict[str, Any]) -> None:
     for name in progress([name for _ in range(config.rounds) for name in contenders], "measuring", "group"):
         size, joined = contenders[name]
         measured[name].append(run_side_by_side(name, job, slots[:size], joined=joined))
-    result = summarise(config, here | {"cores_per_rank": per_rank}, measured)
+    result = summarise(config, here | {"cores_per_rank": len(slots[0])}, measured)
     _print_table(result)
     if config.json:
         write_atomically(Path(config.json), json.dumps(result, indent=1).encode(), "--json")
+
+
+class OutOfMemory(IcomError):
+    """A measuring process needed more memory than there is."""
+
+
+def slots_of(most: int, cores: list[int]) -> list[list[int]]:
+    """Cores for each of so many processes, as many for each.
+
+    Raises:
+        UsageError: there are fewer cores.
+    """
+    per_rank = len(cores) // most
+    if not per_rank:
+        raise UsageError(f"--ranks asks for {most} processes with a core each; {len(cores)} can be used here.")
+    return [cores[rank * per_rank : (rank + 1) * per_rank] for rank in range(most)]
 
 
 def run_side_by_side(name: str, job: Job, slots: list[list[int]], *, joined: bool) -> list[Measurement]:
@@ -81,7 +94,8 @@ def run_side_by_side(name: str, job: Job, slots: list[list[int]], *, joined: boo
         joined: whether they form a group, as torchrun would start it, or do not know of each other.
 
     Raises:
-        IcomError: one failed; the others were ended.
+        OutOfMemory: one had too little memory; the others were ended.
+        IcomError: one failed otherwise; the same.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -131,7 +145,13 @@ def _wait(name: str, processes: list[subprocess.Popen[bytes]], folder: Path) -> 
     for rank, process in enumerate(processes):
         if process.returncode:
             text = (folder / f"{rank}.err").read_text(errors="replace").strip()
-            raise IcomError(f"Measuring {name} failed in process {rank} (exit code {process.returncode}):\n{text}")
+            kind = OutOfMemory if _lacked_memory(process.returncode, text) else IcomError
+            raise kind(f"Measuring {name} failed in process {rank} (exit code {process.returncode}):\n{text}")
+
+
+def _lacked_memory(code: int, said: str) -> bool:
+    """Whether a process ended for want of memory: the kernel kills it, or an allocator says so."""
+    return code == -signal.SIGKILL or says_out_of_memory(said)
 
 
 def _free_port() -> int:

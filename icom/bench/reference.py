@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from icom.methods.embedding import initializer_ids, placeholder_tokens
+from icom.config.words import placeholder_tokens
+from icom.methods.embedding import initializer_ids
 from icom.training.objective import diffusion_loss
 
 if TYPE_CHECKING:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 TOKEN, INITIALIZER = "<concept>", "object"
+PROMPT = f"a photo of {TOKEN}"
 GUIDANCE = 5.0
 _BATCH = 16
 
@@ -115,7 +116,6 @@ def learn(concept: str, flags: dict[str, Any], *, num_images: int) -> Learned:
         flags: training options beside the bundled model's defaults; `output_dir` at least.
         num_images: pictures of each kind.
     """
-    thing = CONCEPTS[concept]
     words = {"placeholder_token": TOKEN, "initializer_token": INITIALIZER, "train_data_dir": f"bundled:{concept}"}
     options = {"num_comparison_images": 0, "report_to": "none", **words, **flags}
     settled = load_train_config(options)
@@ -123,29 +123,40 @@ def learn(concept: str, flags: dict[str, Any], *, num_images: int) -> Learned:
     train(settled)
     seconds = time.monotonic() - began
     _, rows = load_embedding(Path(settled.output_dir) / EMBEDDING)
-    judge = load_judge()
-    prompt = f"a photo of {TOKEN}"
-    backgrounds = new_backgrounds(concept)
-    named = [backgrounds[index % len(backgrounds)] for index in range(num_images)]
     # The rows start from the initializer's, so without training the concept's prompt is this one.
-    untrained = prompt.replace(TOKEN, " ".join([INITIALIZER] * len(rows)))
-    return Learned(
-        _judged(judge, thing, None, [untrained] * num_images, None, "pictures before"),
-        _judged(judge, thing, rows, [prompt] * num_images, None, "pictures after"),
-        _judged(judge, thing, rows, [f"{prompt} {where}" for where in named], named, "pictures elsewhere"),
-        seconds,
+    untrained = PROMPT.replace(TOKEN, " ".join([INITIALIZER] * len(rows)))
+    before = _judged(load_judge(), CONCEPTS[concept], None, [untrained] * num_images, None, "pictures before")
+    return Learned(before, *judge_rows(concept, rows, num_images=num_images), seconds)
+
+
+def judge_rows(concept: str, rows: torch.Tensor, *, num_images: int) -> tuple[Drawn, Drawn]:
+    """Draw what rows show of a bundled concept, alone and in new contexts, and judge it.
+
+    Args:
+        concept: a key of CONCEPTS.
+        rows: of TOKEN, (vectors, width).
+        num_images: pictures of each kind.
+    """
+    thing, judge, backgrounds = CONCEPTS[concept], load_judge(), new_backgrounds(concept)
+    named = [backgrounds[index % len(backgrounds)] for index in range(num_images)]
+    return (
+        _judged(judge, thing, rows, [PROMPT] * num_images, None, "pictures after"),
+        _judged(judge, thing, rows, [f"{PROMPT} {where}" for where in named], named, "pictures elsewhere"),
     )
 
 
-def draw_prompts(prompts: Sequence[str], rows: torch.Tensor | None = None, what: str = "pictures") -> list[Image.Image]:
-    """Draw each prompt once with the bundled model, from the seeds 0, 1, 2 …
+def draw_prompts(
+    prompts: Sequence[str], rows: torch.Tensor | None = None, what: str = "pictures", model_name: str = "bundled"
+) -> list[Image.Image]:
+    """Draw each prompt once, from the seeds 0, 1, 2 …
 
     Args:
         prompts: texts.
         rows: of TOKEN, (vectors, width), where the prompts use it.
         what: to show while it takes its time.
+        model_name: the bundled model, or one that was made from it.
     """
-    model = loading.load(loading.find("bundled"), torch.float32)
+    model = loading.load(loading.find(model_name), torch.float32)
     pipeline = pipelines.pipeline_of(model)
     if rows is not None:
         pipeline.load_textual_inversion({TOKEN: rows}, token=TOKEN)

@@ -13,13 +13,14 @@ import torch
 
 from icom import backends
 from icom.config.common import flat
-from icom.config.generate import DrawingOptions, GenerateConfig
+from icom.config.generate import GUIDANCE, STEPS, DrawingOptions, GenerateConfig
 from icom.config.loading import read_yaml
+from icom.config.words import placeholder_tokens
 from icom.engine.memory import keep_freed_memory
 from icom.errors import IcomError, UsageError
 from icom.files import make_writable_folder
-from icom.methods.embedding import known_tokens, placeholder_tokens, suggestion
-from icom.methods.embedding_file import Word, find_word
+from icom.methods.embedding import known_tokens, suggestion
+from icom.methods.embedding_file import Word, find_words
 from icom.methods.prompts import as_taught, check_prompts
 from icom.models import loading, pipelines
 from icom.parallel.place import SINGLE_PROCESS, Place
@@ -61,6 +62,7 @@ def prepare(
     guided: bool,
     place: Place = SINGLE_PROCESS,
     digest: bool = False,
+    words: Sequence[Word] | None = None,
 ) -> Studio:
     """Load the model, teach it the learned words, and look through the prompts.
 
@@ -71,14 +73,16 @@ def prepare(
         guided: whether any picture is drawn with guidance, so that the negative prompt counts.
         place: of this process among those that draw.
         digest: whether to compute the weights' digest.
+        words: learned ones. Default: those of --embedding.
 
     Raises:
         IcomError: bad embedding file, model, or output folder.
         UsageError: a word or a sampler's steps that cannot be.
     """
     backend, reason = backends.resolve(config.backend, config.mixed_precision, config.engine, place=place)
-    words = [find_word(name) for name in flat(config.embedding)]
-    trained_on = _trained_on(words[0].path.parent / "config.yaml") if words else {}
+    if words is None:
+        words = [word for name in flat(config.embedding) for word in find_words(name)]
+    trained_on = _trained_on(words[0]) if words else {}
     name = config.pretrained_model_name_or_path or trained_on.get(_MODEL) or "bundled"
     if name != trained_on.get(_MODEL):
         trained_on = {}  # the others belong to that model
@@ -185,10 +189,10 @@ def draw(
     prompt: str,
     seed: int,
     *,
-    steps: int = 25,
-    guidance: float = 7.5,
+    steps: int = STEPS,
+    guidance: float = GUIDANCE,
     negative_prompt: str | None = None,
-    resolution: int | None = None,
+    resolution: int | tuple[int, int] | None = None,
 ) -> Image.Image:
     """Draw one picture. It depends on these arguments and the pipeline alone: not on a batch, nor on earlier calls.
 
@@ -199,16 +203,17 @@ def draw(
         steps: denoising steps.
         guidance: classifier-free guidance scale (Ho & Salimans 2022).
         negative_prompt: what to steer away from.
-        resolution: pixels; None for the model's own.
+        resolution: pixels of both sides, or (width, height); None for the model's own.
     """
+    width, height = resolution if isinstance(resolution, tuple) else (resolution, resolution)
     with torch.no_grad():
         image: Image.Image = pipeline(
             prompt,
             negative_prompt=negative_prompt,
             num_inference_steps=steps,
             guidance_scale=guidance,
-            height=resolution,
-            width=resolution,
+            height=height,
+            width=width,
             generator=torch.Generator("cpu").manual_seed(seed),
         ).images[0]
     return image
@@ -218,9 +223,9 @@ def draw_together(
     pipeline: StableDiffusionPipeline,
     prompts: Sequence[str],
     seeds: Sequence[int],
-    guidance: float = 7.5,
+    guidance: float = GUIDANCE,
     *,
-    steps: int = 25,
+    steps: int = STEPS,
     negative_prompt: str | None = None,
     resolution: int | None = None,
 ) -> list[Image.Image]:
@@ -263,8 +268,13 @@ def all_prompts(config: DrawingOptions) -> list[str]:
 _MODEL = "pretrained_model_name_or_path"
 
 
-def _trained_on(path: Path) -> dict[str, str]:
-    """The model options of the run that made an embedding, where its config.yaml lies beside it."""
+def _trained_on(word: Word) -> dict[str, str]:
+    """The model options of the run that made a word, where its config.yaml lies beside it, or in a folder there."""
+    folder = word.path.parent
+    path = folder / "config.yaml"
+    if not path.is_file():  # with --concepts_list each word has a folder of its own, and they share the model
+        below = (place / "config.yaml" for place in sorted(folder.iterdir()) if (place / word.path.name).is_file())
+        path = next((place for place in below if place.is_file()), path)
     if not path.is_file():
         return {}
     try:

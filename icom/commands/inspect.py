@@ -9,7 +9,7 @@ import torch
 
 from icom.config.inspect import InspectConfig
 from icom.errors import IcomError
-from icom.training.checkpoint import load_checkpoint, settings_of
+from icom.training.checkpoint import load_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -23,8 +23,7 @@ def inspect(config: InspectConfig) -> None:
     Raises:
         IcomError: it is damaged, or holds numbers that are not finite.
     """
-    state, identity = load_checkpoint(config.checkpoint)
-    settings = settings_of(config.checkpoint)
+    state, identity, settings, _ = load_checkpoint(config.checkpoint)
     parts = {name: _summary(tensors) for name, tensors in _groups(state).items() if tensors}
     told: dict[str, Any] = {
         "step": state.step,
@@ -48,6 +47,7 @@ def inspect(config: InspectConfig) -> None:
 
 def _groups(state: State) -> dict[str, list[torch.Tensor]]:
     groups = {"weights": list(state.parameters.values()), "mean of the weights": list(state.mean.values())}
+    groups["weights of the lowest validation loss"] = list(state.best.values())
     kinds = {what for kept in state.optimizer.values() for what in kept}
     return groups | {f"optimizer: {what}": [kept[what] for kept in state.optimizer.values()] for what in sorted(kinds)}
 

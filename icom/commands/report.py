@@ -10,6 +10,7 @@ from pathlib import Path
 
 from icom.config.report import ReportConfig
 from icom.errors import UsageError
+from icom.report.page import write_page
 from icom.training.outcome import DONE, NONE, Outcome, read_outcome
 
 _SHOWN_ELSEWHERE = {"output_dir", "max_train_steps"}
@@ -20,10 +21,13 @@ def report(config: ReportConfig) -> None:
 
     Raises:
         UsageError: a folder is none, or holds no run.
+        IcomError: a page cannot be written.
     """
     if not config.folders:
         raise UsageError("Which runs? icom report FOLDER …, for instance: icom report runs/*")
     outcomes = [outcome for folder in config.folders for outcome in _outcomes(Path(folder).expanduser())]
+    for outcome in outcomes if config.html else ():
+        print(write_page(outcome.folder), file=sys.stderr)
     if config.json:
         for outcome in outcomes:
             print(json.dumps(asdict(outcome), default=str))

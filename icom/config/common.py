@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, TypeVar
 
 import tyro
@@ -28,14 +29,14 @@ BackendName = Literal["auto", "cpu", "ipex", "cuda"]
 EngineName = Literal["auto", "on", "off"]
 
 
-def check_at_least_one(**options: int | None) -> None:
-    """Refuse counts below 1; None is no count.
+def check_at_least_one(**options: int | str | None) -> None:
+    """Refuse counts below 1; None and words such as `auto` are no counts.
 
     Raises:
         UsageError: names the option.
     """
     for name, value in options.items():
-        if value is not None and value < 1:
+        if isinstance(value, int) and value < 1:
             raise UsageError(f"--{name} has to be at least 1, not {value}.")
 
 
@@ -48,6 +49,17 @@ def check_not_negative(**options: float | None) -> None:
     for name, value in options.items():
         if value is not None and value < 0:
             raise UsageError(f"--{name} must not be negative.")
+
+
+def check_positive(**options: float | None) -> None:
+    """Refuse what is not above 0, or infinite; None is no number.
+
+    Raises:
+        UsageError: names the option.
+    """
+    for name, value in options.items():
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise UsageError(f"--{name} has to be a positive number, not {value}.")
 
 
 def check_resolution(resolution: int) -> None:

@@ -47,9 +47,9 @@ class DataOptions:
     """Where captioned pictures come from, and which of them are taken."""
 
     train_data_dir: str = required("photos")
-    """Required. Captioned pictures: a folder of pictures (captions in .txt files beside them, metadata.jsonl or
-    metadata.csv), a folder of WebDataset tars or parquet files, a pattern of those (shards/{00000..00099}.tar,
-    *.parquet; also s3://…, https://…, or pipe:COMMAND), or synthetic:N to measure."""
+    """Required. Captioned pictures: a folder of pictures (captions in .txt or .caption files beside them,
+    metadata.jsonl or metadata.csv), a folder of WebDataset tars or parquet files, a pattern of those
+    (shards/{00000..00099}.tar, *.parquet; also s3://…, https://…, or pipe:COMMAND), or synthetic:N to measure."""
     index: str | None = None
     """The index of the shards (`icom data index`). Default: icom-index.parquet beside them, else one in --cache_dir."""
     image_column: str = "image"

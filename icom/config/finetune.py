@@ -13,7 +13,9 @@ from typing import Any, Literal
 
 from icom.config.common import check_at_least_one, check_not_negative, check_resolution
 from icom.config.data import DataOptions, Interpolation
+from icom.config.encoders import EncoderOptions
 from icom.config.loading import layers, merge
+from icom.config.objective import EmaOptions, ObjectiveOptions, needs_ema
 from icom.config.training import ModelOptions, RunOptions
 from icom.errors import UsageError
 
@@ -24,7 +26,7 @@ BUNDLED_DEFAULTS = {"resolution": 64, "mixed_precision": "auto"}
 
 
 @dataclass(kw_only=True)
-class FinetuneConfig(RunOptions, DataOptions, ModelOptions):
+class FinetuneConfig(RunOptions, EmaOptions, ObjectiveOptions, DataOptions, EncoderOptions, ModelOptions):
     """Train the UNet of Stable Diffusion on captioned pictures, from pretrained weights or from scratch.
 
     Example: icom finetune --train_data_dir photos --pretrained_model_name_or_path
@@ -38,6 +40,8 @@ class FinetuneConfig(RunOptions, DataOptions, ModelOptions):
     weights_from: str | None = None
     """Start from the weights in this checkpoint of icom's (its mean with --use_ema, where it has one) or UNet folder,
     and from nothing else of it."""
+    train_text_encoder: bool = False
+    """Train the text encoder together with the UNet; checkpoints, mean and pipeline then hold both."""
     output_dir: str = "sd-model-finetuned"
     """Folder for the pipeline, checkpoints, logs and pictures."""
 
@@ -58,28 +62,21 @@ class FinetuneConfig(RunOptions, DataOptions, ModelOptions):
     """Share of samples that are trained without their caption, for classifier-free guidance."""
     prediction_type: Literal["epsilon", "v_prediction"] | None = None
     """What the UNet predicts. Default: what the model's scheduler says."""
-    rescale_betas_zero_snr: bool = False
-    """Rescale the noise schedule so that its last step is noise alone (Lin et al. 2024); needs v_prediction."""
-    snr_gamma: float | None = None
-    """Weigh timesteps by min(SNR, this) (Hang et al. 2023); 5.0 is the paper's."""
-    noise_offset: float = 0.0
-    """Scale of noise that is the same for all pixels of a channel; about 0.1 lets pictures get darker and brighter."""
+    input_perturbation: float = 0.0
+    """Scale of further noise that is added to the latents but not to be predicted (Ning et al. 2023); 0.1 is theirs."""
 
     # More of the optimisation.
+    train_batch_size: int | Literal["auto"] = 16  # type: ignore[assignment]  # until it is settled
+    """Samples per process and forward pass. `auto`: as many as fit, found by trying; --total_batch_size says how many
+    make an optimizer step. A run that resumes keeps its own."""
+    total_batch_size: int | None = None
+    """Samples of an optimizer step, of all processes together; takes the place of --gradient_accumulation_steps."""
     max_train_steps: int | None = None
     """Optimizer steps. Default: what --num_examples_to_see or --num_train_epochs come to."""
     num_examples_to_see: int | None = None
     """Samples in all; decides the steps in place of epochs."""
     max_grad_norm: float = 1.0
     """The gradient of a whole optimizer step is scaled down to this norm; 0: as it is."""
-    use_ema: bool = False
-    """Keep an exponential mean of the weights, beside them; pictures and the pipeline are made with it."""
-    ema_decay: float = 0.9999
-    """What of the mean stays at a step, in the long run."""
-    ema_half_life: float | None = None
-    """The same as steps after which weights count half; takes the place of --ema_decay."""
-    ema_warmup: bool = False
-    """Let the decay rise slowly, as 1 - (1 + n)^(-2/3) over the steps n."""
     offload_ema: bool = False
     """Keep the mean in the CPU's memory."""
     ema_from: str | None = None
@@ -90,10 +87,15 @@ class FinetuneConfig(RunOptions, DataOptions, ModelOptions):
     """`ddp`: whole weights in each process; `shard_grad_op`, `full_shard`: parts (FSDP). `auto`: ddp where it fits."""
 
     # Results.
+    checkpoint_format: Literal["auto", "whole", "sharded"] = "auto"
+    """`whole`: one file, for which rank 0 gathers the state; `sharded` (FSDP): each process writes its part, to an
+    --output_dir that all machines share. `auto`: sharded where that can be. Runs go on from both in any number."""
     save_only_most_recent: bool = False
     """Keep the newest checkpoint only: the same as --checkpoints_total_limit 1."""
 
     # Watching it.
+    tracker_project_name: str = "text2image-fine-tune"
+    """The project that W&B and Comet show the run in; TensorBoard: the folder in --logging_dir."""
     validation_prompts: list[str] = field(default_factory=list)
     """Prompts to draw during training."""
     validation_steps: int = 500
@@ -110,7 +112,11 @@ class FinetuneConfig(RunOptions, DataOptions, ModelOptions):
             UsageError: names the option and how to fix it.
         """
         RunOptions.__post_init__(self)
+        self._check_batches()
         DataOptions.__post_init__(self)
+        EncoderOptions.__post_init__(self)
+        ObjectiveOptions.__post_init__(self)
+        EmaOptions.__post_init__(self)
         check_resolution(self.resolution)
         check_at_least_one(
             num_examples_to_see=self.num_examples_to_see,
@@ -120,38 +126,73 @@ class FinetuneConfig(RunOptions, DataOptions, ModelOptions):
         check_not_negative(
             dataloader_num_workers=self.dataloader_num_workers,
             max_grad_norm=self.max_grad_norm,
-            noise_offset=self.noise_offset,
+            input_perturbation=self.input_perturbation,
             num_validation_samples=self.num_validation_samples,
         )
         if not 0 <= self.caption_dropout_rate <= 1:
             raise UsageError("--caption_dropout_rate has to be between 0 and 1.")
-        if not 0 <= self.ema_decay < 1:
-            raise UsageError("--ema_decay has to be in [0, 1).")
-        for name in ("snr_gamma", "ema_half_life"):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise UsageError(f"--{name} has to be a positive number, not {value}.")
         if self.max_train_steps is not None and self.num_examples_to_see is not None:
             raise UsageError("Give --max_train_steps or --num_examples_to_see: each says how long to train.")
-        if not self.use_ema:
-            for name in ("ema_half_life", "ema_warmup", "offload_ema", "ema_from"):
-                if getattr(self, name):
-                    raise UsageError(f"--{name} is of the mean of the weights: add --use_ema, or drop it.")
+        needs_ema(self, "offload_ema", "ema_from")
         if self.from_scratch and self.weights_from:
             raise UsageError("--from_scratch starts from random weights and --weights_from from others: drop one.")
         for chosen, advice in (
+            (
+                self.train_text_encoder and self.parallel in ("shard_grad_op", "full_shard"),
+                f"--train_text_encoder works with whole weights in each process: --parallel ddp, not {self.parallel}.",
+            ),
+            (
+                self.train_text_encoder and self.encoder_workers > 0,
+                "--encoder_workers need a frozen text encoder, and --train_text_encoder changes it: drop one.",
+            ),
             (self.backend == "ipex", "--backend ipex is for frozen models; use --backend cpu to train the UNet."),
             (self.compile, "--compile is not for `icom finetune`. Drop it."),
-            (self.push_to_hub, "--push_to_hub is not there yet: use `hf upload REPOSITORY OUTPUT/current_pipeline`."),
             (self.on, "--on is for `icom train`. Log in (`icom ssh`) and start `icom finetune` there."),
         ):
             if chosen:
                 raise UsageError(advice)
 
+    def _check_batches(self) -> None:
+        check_at_least_one(total_batch_size=self.total_batch_size)
+        if self.total_batch_size is None and self.train_batch_size == "auto":
+            raise UsageError(
+                "--train_batch_size auto: give --total_batch_size, too. What fits into the memory must not decide how "
+                "many samples an optimizer step has."
+            )
+        if self.total_batch_size is not None and self.gradient_accumulation_steps != 1:
+            raise UsageError("--total_batch_size decides --gradient_accumulation_steps: drop one of them.")
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples per process and forward pass, once that is settled."""
+        assert self.train_batch_size != "auto"
+        return self.train_batch_size
+
+    def samples_per_step(self, processes: int) -> int:
+        """Total batch: samples of all processes in one optimizer step."""
+        return self.total_batch_size or super().samples_per_step(processes)
+
+    def samples_per_process(self, processes: int) -> int:
+        """Samples of one process in one optimizer step.
+
+        Raises:
+            UsageError: the total batch cannot be shared out evenly.
+        """
+        total = self.samples_per_step(processes)
+        micro = 1 if self.train_batch_size == "auto" else self.train_batch_size
+        if total % (processes * micro):
+            of_each = "" if micro == 1 else f" with --train_batch_size {micro}"
+            raise UsageError(
+                f"--total_batch_size {total} cannot be shared out among {processes} processes{of_each}: it has to be a "
+                f"multiple of {processes * micro}."
+            )
+        return total // processes
+
     def steps_of_examples(self, processes: int) -> int | None:
         """Optimizer steps that --num_examples_to_see come to, where it is given."""
-        per_step = self.train_batch_size * self.gradient_accumulation_steps * processes
-        return None if self.num_examples_to_see is None else math.ceil(self.num_examples_to_see / per_step)
+        if self.num_examples_to_see is None:
+            return None
+        return math.ceil(self.num_examples_to_see / self.samples_per_step(processes))
 
 
 def load_finetune_config(flags: Mapping[str, Any]) -> FinetuneConfig:

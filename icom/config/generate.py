@@ -16,6 +16,11 @@ from icom.config.common import (
 )
 from icom.errors import UsageError
 
+STEPS, GUIDANCE = 25, 7.5
+"""How pictures are drawn where nobody says otherwise: denoising steps, scale of guidance (Ho & Salimans 2022)."""
+Sampler = Literal["model", "ddim", "ddpm", "dpm++", "euler", "euler_a", "pndm", "unipc"]
+SAMPLER: Sampler = "dpm++"
+
 
 @dataclass(kw_only=True)
 class DrawingOptions:
@@ -37,9 +42,9 @@ class DrawingOptions:
     """Git revision of a model on the Hub."""
     variant: str | None = None
     """Variant of the model files, for instance fp16."""
-    scheduler: Literal["model", "ddim", "ddpm", "dpm++", "euler", "euler_a", "pndm", "unipc"] = "dpm++"
+    scheduler: Sampler = SAMPLER
     """Sampler; `model` takes the one that the model ships."""
-    num_inference_steps: int = 25
+    num_inference_steps: int = STEPS
     """Denoising steps."""
     resolution: int | None = None
     """Width and height in pixels, a multiple of 8. Default: the model's own."""
@@ -68,7 +73,7 @@ class GenerateConfig(DrawingOptions):
     """One or several seeds (default: 0); each prompt is drawn once per seed. A picture depends on those two alone."""
     num_images_per_prompt: int = 1
     """Pictures per prompt and seed (further ones use the seeds that follow)."""
-    guidance_scale: float = 7.5
+    guidance_scale: float = GUIDANCE
     """Classifier-free guidance; 1 turns it off and halves the time."""
     output_dir: str = "generated"
     """Folder for the pictures."""

@@ -6,8 +6,8 @@ import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import field, fields
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, get_origin, get_type_hints
+from dataclasses import field, fields, is_dataclass
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, get_args, get_origin, get_type_hints
 
 from icom.errors import UsageError
 
@@ -47,11 +47,18 @@ def read_flags(options: type[DataclassInstance], argv: Sequence[str], program: s
     unchecked = type(options.__name__, (options,), {"__doc__": options.__doc__, "__post_init__": lambda self: None})
     tyro.cli(unchecked, args=words, prog=program, use_underscores=True, config=(tyro.conf.SuppressFixed,))
     # Knows no defaults to show, and returns none.
-    hints = {name: kind for name, kind in get_type_hints(options).items() if get_origin(kind) is not dict}
+    plain, annotated = get_type_hints(options), get_type_hints(options, include_extras=True)
+    hints = {name: annotated[name] for name, kind in plain.items() if not _only_in_files(kind)}
     given = TypedDict("given", hints, total=False)  # type: ignore[misc]
     return {str(name): value for name, value in dotted.items()} | dict(
         tyro.cli(given, args=words, use_underscores=True)
     )
+
+
+def _only_in_files(kind: Any) -> bool:
+    """Whether options of this type are none of the command line: mappings, and lists of structures."""
+    origin = get_origin(kind)
+    return origin is dict or (origin is list and is_dataclass(get_args(kind)[0]))
 
 
 def _dotted(word: str) -> Any:
@@ -103,7 +110,7 @@ def merge(
             merged = OmegaConf.merge(OmegaConf.structured(options), below(merged), *chosen)
             if missing := sorted(str(key) for key in OmegaConf.missing_keys(merged)):
                 examples = {f.name: f.metadata.get("example", "VALUE") for f in fields(options)}
-                hint = " ".join(f"--{key} {examples[key]}" for key in missing)
+                hint = " ".join(f"{key}=VALUE" if "." in key else f"--{key} {examples[key]}" for key in missing)
                 raise UsageError(f"Missing: {', '.join(missing)}. Give them as flags ({hint}) or in --config FILE.")
             made = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
@@ -176,6 +183,8 @@ def literal(value: Any) -> Any:
     """A value whose ${…}, in a prompt say, is text and no interpolation: only files interpolate."""
     if isinstance(value, list):
         return [literal(item) for item in value]
+    if isinstance(value, dict):
+        return {name: literal(item) for name, item in value.items()}
     return value.replace("${", "\\${") if isinstance(value, str) else value
 
 

@@ -17,6 +17,7 @@ from icom.config.common import (
     check_resolution,
 )
 from icom.config.data import DataOptions, Interpolation
+from icom.config.encoders import EncoderOptions
 from icom.config.loading import layers, merge
 from icom.config.training import ModelOptions
 from icom.errors import UsageError
@@ -26,7 +27,7 @@ KeptDtype = Literal["float16", "float32"]
 
 
 @dataclass(kw_only=True)
-class PrecomputeConfig(DataOptions, ModelOptions):
+class PrecomputeConfig(DataOptions, EncoderOptions, ModelOptions):
     """Keep what VAE and text encoder make of captioned pictures, so that training needs neither.
 
     A command that ended early goes on when it is given again. Example: icom data precompute --train_data_dir photos
@@ -74,6 +75,7 @@ class PrecomputeConfig(DataOptions, ModelOptions):
             UsageError: names the option and how to fix it.
         """
         DataOptions.__post_init__(self)
+        EncoderOptions.__post_init__(self)
         if not self.resolution:
             raise UsageError("--resolution is empty. Give one or several, for instance 512.")
         for resolution in self.resolution:

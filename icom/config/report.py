@@ -18,3 +18,6 @@ class ReportConfig:
     """Output folders of `icom train` and `icom finetune`, or folders that hold such."""
     json: bool = False
     """Print JSON, a line for each run."""
+    html: bool = False
+    """Also make report.html in each run's folder anew: curves, pictures, options, machine, what to try next. Runs of
+    `icom train` and `icom finetune` leave one at their end."""

@@ -6,11 +6,17 @@ Those that diffusers' scripts have keep their names, meanings and defaults.
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from icom.config.common import BackendName, EngineName, PrecisionName, check_at_least_one, check_not_negative
+from icom.config.common import (
+    BackendName,
+    EngineName,
+    PrecisionName,
+    check_at_least_one,
+    check_not_negative,
+    check_positive,
+)
 from icom.config.loading import literal
 from icom.errors import UsageError
 
@@ -112,8 +118,8 @@ class RunOptions:
 
     # Hub.
     push_to_hub: bool = False
-    """Upload the embedding to the Hugging Face Hub, with a model card. diffusers' script always uploads the whole
-    pipeline; here --save_as_full_pipeline adds it."""
+    """Upload the result to the Hugging Face Hub, with a model card: the pipeline of `icom finetune`, the embedding of
+    `icom train`. diffusers' script uploads the whole pipeline there, too; here --save_as_full_pipeline adds it."""
     hub_token: str | None = None
     """Token for the upload. Default: the one from `hf auth login` or $HF_TOKEN. Never written to any file."""
     hub_model_id: str | None = None
@@ -139,16 +145,17 @@ class RunOptions:
         )
         check_at_least_one(**{name: getattr(self, name) for name in counts})
         check_not_negative(lr_warmup_steps=self.lr_warmup_steps, adam_weight_decay=self.adam_weight_decay)
-        for name in ("learning_rate", "adam_epsilon"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise UsageError(f"--{name} has to be a positive number, not {value}.")
+        check_positive(learning_rate=self.learning_rate, adam_epsilon=self.adam_epsilon)
         for name in ("adam_beta1", "adam_beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise UsageError(f"--{name} has to be in [0, 1).")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise UsageError("--seed has to be between 0 and 2^63 - 1.")
         check_secrets(self)
+
+    def samples_per_step(self, processes: int) -> int:
+        """Total batch: samples of all processes in one optimizer step."""
+        return self.train_batch_size * self.gradient_accumulation_steps * processes
 
 
 def check_secrets(config: RunOptions) -> None:
@@ -175,6 +182,15 @@ OF_THE_COMMAND = ("config", "print_config", "on", "resume_from_checkpoint")
 def settings(config: RunOptions) -> dict[str, Any]:
     """What describes the run: all options but secrets and those that steer one invocation."""
     return {k: v for k, v in dataclasses.asdict(config).items() if k not in (*SECRETS, *OF_THE_COMMAND)}
+
+
+def chosen(config: RunOptions, *names: str) -> dict[str, Any]:
+    """Those of the options that are not at their defaults.
+
+    For what a checkpoint compares: one from before there was an option is of its default.
+    """
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    return {name: getattr(config, name) for name in names if getattr(config, name) != defaults[name]}
 
 
 def to_yaml(config: RunOptions) -> str:

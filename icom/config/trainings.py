@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from icom.config.concepts import Concepts, load_trainings
 from icom.config.finetune import FinetuneConfig, load_finetune_config
-from icom.config.train import TrainConfig, load_train_config
+from icom.config.train import TrainConfig
 from icom.errors import UsageError
 
 TrainingConfig = TrainConfig | FinetuneConfig
@@ -27,7 +28,7 @@ class Training:
 
     command: str
     options: type[TrainingConfig]
-    load: Callable[[Mapping[str, Any]], TrainingConfig]
+    load: Callable[[Mapping[str, Any]], TrainingConfig | Concepts]
     script: str
     result: str
 
@@ -38,7 +39,7 @@ class Training:
 
 
 TRAININGS = (
-    Training("train", TrainConfig, load_train_config, "textual_inversion_icom.py", "learned_embeds.safetensors"),
+    Training("train", TrainConfig, load_trainings, "textual_inversion_icom.py", "learned_embeds.safetensors"),
     Training("finetune", FinetuneConfig, load_finetune_config, "finetune_icom.py", "current_pipeline"),
 )
 """The first is meant where none is named."""
@@ -60,6 +61,11 @@ def split_training(words: Sequence[str]) -> tuple[Training, list[str]]:
             f"{first!r} is no training. After `--` come options of {usual}, or {' or '.join(others)} and its options."
         )
     return TRAININGS[0], list(words)
+
+
+def training_of_options(options: TrainingConfig) -> Training:
+    """The training whose options these are."""
+    return next(training for training in TRAININGS if isinstance(options, training.options))
 
 
 def training_of(settings: Mapping[str, Any]) -> Training:

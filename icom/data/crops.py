@@ -1,7 +1,8 @@
 """From a picture to the square of pixels that the VAE sees, as diffusers' `train_text_to_image.py` makes it.
 
 The short side is resized to the resolution, a square is cut out, and it may be mirrored. In-process training and
-`icom data precompute` share it, so that they give the same latents.
+`icom data precompute` share it, so that they give the same latents. Sizes and places are those of `icom train`'s crops,
+too.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     import torch
     from PIL import Image
 
+Size = tuple[int, int]
+"""(width, height) in pixels."""
 WORDS = 3
 """So many random words a crop takes."""
 
@@ -60,34 +63,48 @@ def crop(
             arguments alone.
         interpolation: Pillow's filter of this name.
     """
-    import torch
     from PIL import Image
 
-    width, height = resized(picture.size, resolution)
-    top, left = place((width, height), resolution, center_crop=center_crop, words=words)
-    square = picture.resize((width, height), Image.Resampling[interpolation.upper()]).crop(
+    size, window = resized(picture.size, resolution), (resolution, resolution)
+    top, left = middle(size, window) if center_crop else place(size, window, words)
+    square = picture.resize(size, Image.Resampling[interpolation.upper()]).crop(
         (left, top, left + resolution, top + resolution)
     )
     flipped = random_flip and mirrors(words)
     if flipped:
         square = square.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-    values = np.asarray(square, dtype=np.uint8).astype(np.float32) / 127.5 - 1.0
-    return Crop(torch.from_numpy(values).permute(2, 0, 1).contiguous(), top, left, flipped)
+    return Crop(to_tensor(square), top, left, flipped)
 
 
-def resized(size: tuple[int, int], resolution: int) -> tuple[int, int]:
+def to_tensor(image: Image.Image) -> torch.Tensor:
+    """An RGB picture as float32 of shape (3, height, width) in [-1, 1]."""
+    import torch
+
+    values = np.asarray(image, dtype=np.uint8).astype(np.float32) / 127.5 - 1.0
+    return torch.from_numpy(values).permute(2, 0, 1).contiguous()
+
+
+def resized(size: Size, resolution: int) -> Size:
     """(width, height) in pixels once the short side is the resolution; the long one is rounded down."""
     short = min(size)
     width, height = (resolution * side // short for side in size)
     return width, height
 
 
-def place(size: tuple[int, int], resolution: int, *, center_crop: bool, words: Sequence[int]) -> tuple[int, int]:
-    """(top, left) of the square in a picture of `size` (width, height), as `crop` chooses it."""
-    spare_width, spare_height = (side - resolution for side in size)
-    if center_crop:
-        return round(spare_height / 2), round(spare_width / 2)
-    return int(words[0]) % (spare_height + 1), int(words[1]) % (spare_width + 1)
+def middle(size: Size, window: Size) -> tuple[int, int]:
+    """(top, left) of the window in the middle of a picture, as torchvision's CenterCrop rounds it."""
+    return round((size[1] - window[1]) / 2), round((size[0] - window[0]) / 2)
+
+
+def spread(size: Size, window: Size, count: int) -> list[tuple[int, int]]:
+    """(top, left) of the window at `count` places, evenly from end to end; at fewer where they would coincide."""
+    down, across = size[1] - window[1], size[0] - window[0]
+    return list(dict.fromkeys((down * i // (count - 1), across * i // (count - 1)) for i in range(count)))
+
+
+def place(size: Size, window: Size, words: Sequence[int]) -> tuple[int, int]:
+    """(top, left) of the window at a place that the first two words choose, each with the same probability."""
+    return int(words[0]) % (size[1] - window[1] + 1), int(words[1]) % (size[0] - window[0] + 1)
 
 
 def mirrors(words: Sequence[int]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,18 +21,68 @@ _ATTEMPTS = 100
 """So many substitutes are tried for a sample before nothing is taken to be readable."""
 
 
-class Feed(Generic[T]):
-    """Iterator over what was prepared for each batch, in order. Leaving its `with` ends its threads.
+class Batches(ABC, Generic[T]):
+    """Iterator over what was prepared for each batch of a run, in order. Leaving its `with` ends what prepares it.
 
-    What comes depends on the sample numbers alone, not on threads or processes: a run goes on by beginning with batches
-    further on.
-
-        with Feed(source, Order(source.runs, seed), batches, prepare, workers=4, ahead=2, …) as feed:
-            for samples in feed: ...
+    What comes depends on the sample numbers alone: a run goes on by beginning with batches further on.
 
     Attributes:
-        damage: samples that this process read, and how many of them were damaged, up to the batch that came last.
+        damage: samples that this process was given, and how many of them were damaged, up to the batch that came last.
         waited: seconds that the caller has waited for batches.
+    """
+
+    def __init__(self, max_damaged_share: float) -> None:
+        """Args: of what was read, before the run ends."""
+        self.damage = Damage(max_damaged_share, "that were read")
+        self.waited = 0.0
+
+    def __enter__(self) -> Batches[T]:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @abstractmethod
+    def close(self) -> None:
+        """End what prepares them."""
+
+    def __iter__(self) -> Iterator[list[T]]:
+        return self
+
+    def __next__(self) -> list[T]:
+        """The next batch.
+
+        Raises:
+            IcomError: too many records are damaged, or the source is gone.
+        """
+        began = time.monotonic()
+        try:
+            made = self._make()
+        finally:
+            self.waited += time.monotonic() - began
+        for _, damaged in made:
+            for record in damaged:
+                self.damage.bad(record)
+            self.damage.good()
+        self.damage.check()
+        return [prepared for prepared, _ in made]
+
+    @abstractmethod
+    def _make(self) -> list[tuple[T, list[DamagedRecord]]]:
+        """The next batch's samples, prepared, and the records that were too damaged for each.
+
+        Raises:
+            StopIteration: there are no more.
+        """
+
+
+class Feed(Batches[T]):
+    """Batches that this process reads; see `Batches`.
+
+    with Feed(source, Order(source.runs, seed), batches, prepare, workers=4, ahead=2, …) as feed:
+        for samples in feed: ...
     """
 
     def __init__(
@@ -56,66 +107,55 @@ class Feed(Generic[T]):
             ahead: batches that are prepared beside the one that is asked for.
             max_damaged_share: of what was read, before the run ends.
         """
-        self.damage = Damage(max_damaged_share, "that were read")
-        self.waited = 0.0
+        super().__init__(max_damaged_share)
         self._source, self._order, self._prepare = source, order, prepare
         self._batches, self._ahead = iter(batches), ahead
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="icom-feed") if workers else None
         self._coming: deque[list[Future[tuple[T, list[DamagedRecord]]]]] = deque()
 
-    def __enter__(self) -> Feed[T]:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         """End the threads: what they have begun they finish, what waits is dropped."""
         self._coming.clear()
         if self._pool:
             self._pool.shutdown(cancel_futures=True)
 
-    def __iter__(self) -> Iterator[list[T]]:
-        return self
-
-    def __next__(self) -> list[T]:
-        """The next batch.
-
-        Raises:
-            IcomError: too many records are damaged, or the source is gone.
-        """
-        began = time.monotonic()
-        try:
-            return self._next()
-        finally:
-            self.waited += time.monotonic() - began
-
-    def _next(self) -> list[T]:
+    def _make(self) -> list[tuple[T, list[DamagedRecord]]]:
         if self._pool is None:
-            made = [self._make(sample, self._order[sample]) for sample in next(self._batches)]
-        else:
-            while len(self._coming) <= self._ahead and (batch := next(self._batches, None)) is not None:
-                self._coming.append([self._pool.submit(self._make, i, self._order[i]) for i in batch])
-            if not self._coming:
-                raise StopIteration
-            made = [future.result() for future in self._coming.popleft()]
-        for _, damaged in made:
-            for record in damaged:
-                self.damage.bad(record)
-            self.damage.good()
-        self.damage.check()
-        return [prepared for prepared, _ in made]
+            return [self._read(sample, self._order[sample]) for sample in next(self._batches)]
+        while len(self._coming) <= self._ahead and (batch := next(self._batches, None)) is not None:
+            self._coming.append([self._pool.submit(self._read, i, self._order[i]) for i in batch])
+        if not self._coming:
+            raise StopIteration
+        return [future.result() for future in self._coming.popleft()]
 
-    def _make(self, sample: int, record: int) -> tuple[T, list[DamagedRecord]]:
-        """A sample, prepared, and the records that were too damaged for it."""
-        damaged: list[DamagedRecord] = []
-        while True:
-            try:
-                return self._prepare(sample, self._source.read(record)), damaged
-            except DamagedRecord as error:
-                damaged.append(error)
-            if len(damaged) > _ATTEMPTS:
-                raise IcomError(
-                    f"Nothing can be read: {len(damaged)} samples one after the other are damaged. "
-                    f"The last of them: {damaged[-1]}."
-                ) from damaged[-1]
-            record = self._order.substitute(sample, len(damaged) - 1)
+    def _read(self, sample: int, record: int) -> tuple[T, list[DamagedRecord]]:
+        return read(self._source, self._order, self._prepare, sample, record)
+
+
+def read(
+    source: Source, order: Order, prepare: Callable[[int, Record], T], sample: int, record: int
+) -> tuple[T, list[DamagedRecord]]:
+    """A sample, prepared, and the records that were too damaged for it.
+
+    Args:
+        source: of the records.
+        order: of its records.
+        prepare: makes something of (sample number, record).
+        sample: its number in the run.
+        record: the order's for it, which is tried first.
+
+    Raises:
+        IcomError: nothing can be read, or the source is gone.
+    """
+    damaged: list[DamagedRecord] = []
+    while True:
+        try:
+            return prepare(sample, source.read(record)), damaged
+        except DamagedRecord as error:
+            damaged.append(error)
+        if len(damaged) > _ATTEMPTS:
+            raise IcomError(
+                f"Nothing can be read: {len(damaged)} samples one after the other are damaged. "
+                f"The last of them: {damaged[-1]}."
+            ) from damaged[-1]
+        record = order.substitute(sample, len(damaged) - 1)

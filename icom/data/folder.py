@@ -1,35 +1,25 @@
-"""A folder of captioned pictures, with subfolders: captions in .txt files beside them, or in metadata files.
-
-Metadata files are those of Hugging Face's imagefolder: metadata.jsonl, metadata.csv or metadata.parquet, with a column
-file_name that is relative to the file's own folder.
-"""
+"""A folder of captioned pictures, with subfolders: captions in texts beside them, or in metadata files."""
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import itertools
 import json
 import posixpath
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from icom.config.data import DataOptions
+from icom.data.caption_files import METADATA, Metadata, texts_beside
 from icom.data.damage import Damage
 from icom.data.filters import Selection, parse_filters, select
 from icom.data.images import endings
 from icom.data.members import CaptionReader, caption_of, picture_of
-from icom.data.metadata import columns, need_data_extra, numbers_where_possible
+from icom.data.metadata import columns, need_data_extra
 from icom.data.records import DamagedRecord, Kind, Record, Singles
 from icom.errors import IcomError
-
-METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
-"""Files that say something of the pictures beside and below them."""
-FILE_NAME = "file_name"
-"""Their column that names the picture."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +81,7 @@ def open_folder(options: DataOptions, sizes: dict[str, int]) -> Folder:
         IcomError: no pictures, no captions, or metadata that cannot be read.
     """
     root = Path(options.train_data_dir).expanduser()
-    metadata = _Metadata(root, [name for name in sizes if posixpath.basename(name) in METADATA])
+    metadata = Metadata(root, [name for name in sizes if posixpath.basename(name) in METADATA])
     known = endings()
     pictures = [name for name in sorted(sizes) if _ending(name) in known or name in metadata.rows]
     if not pictures:
@@ -102,19 +92,17 @@ def open_folder(options: DataOptions, sizes: dict[str, int]) -> Folder:
     captions = CaptionReader(options.idx_to_prompt)
     entries = []
     for name in pictures:
-        value, text = metadata.rows.get(name, {}).get(options.caption_column), posixpath.splitext(name)[0] + ".txt"
-        caption = None
-        if isinstance(value, str | int) and value != "":
-            with suppress(DamagedRecord):
-                caption = captions(name, value)
-        if caption or text in sizes:
-            entries.append(_Entry(name, text, caption))
+        caption = metadata.caption(name, options.caption_column, captions)
+        texts = texts_beside(name, sizes)
+        if caption or texts:
+            entries.append(_Entry(name, next(iter(texts), ""), caption))
             damage.good()
     if not entries:
         columns = f"; columns of metadata: {', '.join(metadata.columns)}" if metadata.columns else ""
         raise IcomError(
-            f"No captions in {root}: none of {len(pictures):,} pictures has a .txt file beside it or a text in the "
-            f"column {options.caption_column!r} of metadata.jsonl or metadata.csv (--caption_column{columns})."
+            f"No captions in {root}: none of {len(pictures):,} pictures has a .txt or .caption file beside it or a "
+            f"text in the column {options.caption_column!r} of metadata.jsonl or metadata.csv "
+            f"(--caption_column{columns})."
         )
     kept = {entry.name for entry in entries}
     for name in pictures:
@@ -140,59 +128,3 @@ def _select(options: DataOptions, rows: list[dict[str, Any]]) -> Selection:
 
 def _ending(name: str) -> str:
     return posixpath.splitext(name)[1].lower()
-
-
-class _Metadata:
-    """What metadata files say.
-
-    Attributes:
-        rows: by the picture's name.
-        typed: the same, with numbers where a CSV file has columns of them.
-        columns: that there are.
-    """
-
-    def __init__(self, root: Path, files: list[str]) -> None:
-        self.rows: dict[str, dict[str, Any]] = {}
-        self.typed: dict[str, dict[str, Any]] = {}
-        self.columns: list[str] = []
-        files = sorted(files, key=lambda name: (name.count("/"), name))  # the nearest to a picture is what counts
-        folders = [posixpath.dirname(name) for name in files]
-        for name, folder in zip(files, folders, strict=True):
-            if folders.count(folder) > 1:
-                raise IcomError(f"{root / folder} has several metadata files: keep one of {', '.join(METADATA)}.")
-            rows = list(_rows(root / name))
-            for number, row in enumerate(rows, start=1):
-                if not isinstance(row, dict) or not isinstance(row.get(FILE_NAME), str):
-                    columns = ", ".join(row) if isinstance(row, dict) else "none"
-                    raise IcomError(f"{root / name}, row {number}: no {FILE_NAME!r} among its columns ({columns}).")
-                self.columns += [column for column in row if column not in self.columns and column != FILE_NAME]
-            pictures = [posixpath.normpath(posixpath.join(folder, row[FILE_NAME])) for row in rows]
-            self.rows.update(zip(pictures, rows, strict=True))
-            typed = numbers_where_possible(rows) if name.endswith(".csv") else rows
-            self.typed.update(zip(pictures, typed, strict=True))
-
-
-def _rows(path: Path) -> Iterator[Any]:
-    """The rows of a metadata file.
-
-    Raises:
-        IcomError: it cannot be read; says where.
-    """
-    number = 0  # of the line
-    try:
-        if path.suffix == ".parquet":
-            import pyarrow.parquet
-
-            yield from pyarrow.parquet.read_table(path).to_pylist()
-            return
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            if path.suffix == ".csv":
-                yield from csv.DictReader(file, restkey="", restval="")
-                return
-            for line in file:
-                number += 1
-                if line.strip():
-                    yield json.loads(line)
-    except (OSError, ValueError, csv.Error) as error:
-        where = f", line {number}" if number else ""
-        raise IcomError(f"Cannot read {path}{where}: {error}.") from error

@@ -1,20 +1,21 @@
-"""From a folder to a checked list of pictures, and from a picture to the pixels that the VAE sees."""
+"""From a folder to a checked list of pictures, and from a file to a picture."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 
+from icom.data.caption_files import speaks_of_pictures
 from icom.errors import IcomError
 
 if TYPE_CHECKING:
-    import torch
     from PIL import Image
 
 BUNDLED_CONCEPTS = Path(__file__).parents[1] / "assets" / "concepts"
@@ -22,32 +23,32 @@ BUNDLED_CONCEPTS = Path(__file__).parents[1] / "assets" / "concepts"
 MAX_PIXELS = 100_000_000
 """Larger pictures are refused before they are decoded (100 megapixels take 300 MB)."""
 
-_TEXTS = {".txt", ".caption"}
-"""Endings of the files in which other trainers keep the captions of pictures."""
 _NAMED = 20
 """So many files are named in a message; the rest is counted."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture that decodes. `digest` is the SHA-256 of the file's bytes."""
+    """A picture that decodes.
+
+    Attributes:
+        path: its file.
+        digest: SHA-256 of the file's bytes.
+        size: (width, height) in pixels, upright.
+        mask: the file that says which parts are learned, where there is one: this one itself where its alpha channel
+            does (`icom.data.masks`).
+    """
 
     path: Path
     digest: str
-
-
-@dataclass(frozen=True)
-class Transform:
-    """How a picture becomes square pixels; with the file's bytes it determines them."""
-
-    resolution: int
-    center_crop: bool
+    size: tuple[int, int]
+    mask: Picture | None = None
 
 
 def list_pictures(folder: str) -> list[Picture]:
     """All pictures of a folder in order of name, each decoded once to be sure.
 
-    Hidden files are passed over, and so are folders (`passed_over` names them).
+    Hidden files are passed over, captions (`icom.data.caption_reading` reads them), and folders (`notices` names them).
 
     Args:
         folder: a path, or `bundled:NAME` for a concept set that ships with icom (`bundled`: the first of them).
@@ -55,7 +56,7 @@ def list_pictures(folder: str) -> list[Picture]:
     Raises:
         IcomError: folder missing or empty, or files that are no good; all of them are named.
     """
-    root = _root(folder)
+    root = folder_of(folder)
     try:
         entries = sorted(root.iterdir())
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -68,12 +69,12 @@ def list_pictures(folder: str) -> list[Picture]:
         raise IcomError(f"Cannot read the picture folder {folder}: {error.strerror}.") from error
     visible = [path for path in entries if not path.name.startswith(".")]
     broken = [path.name for path in visible if path.is_symlink() and not path.exists()]
-    texts = [path.name for path in visible if path.suffix.lower() in _TEXTS]
-    files = [path for path in visible if path.is_file() and path.name not in texts]
+    texts = [path for path in visible if speaks_of_pictures(path.name)]
+    files = [path for path in visible if path.is_file() and path not in texts]
     if not files and not broken:
         folders = [path.name for path in visible if path.is_dir()]
         hint = (
-            f"It only holds folders ({_names(folders)}); name one of them"
+            f"It only holds folders ({names_of(folders)}); name one of them"
             if folders
             else "Put 3 to 30 pictures into it"
         )
@@ -81,16 +82,11 @@ def list_pictures(folder: str) -> list[Picture]:
         raise IcomError(f"The picture folder {folder} {what}. {hint} (--train_data_dir).")
     pictures, problems = [], []
     if broken:
-        problems.append(f"{_names(broken)}: links to files that are not there")
-    if texts:
-        problems.append(
-            f"{_names(texts)}: texts. icom does not use captions of pictures, it writes its own "
-            "(--learnable_property); keep them in another folder"
-        )
+        problems.append(f"{names_of(broken)}: links to files that are not there")
     for path in files:
         try:
-            read_picture(path)
-            pictures.append(Picture(path, hashlib.sha256(path.read_bytes()).hexdigest()))
+            size = read_picture(path).size
+            pictures.append(Picture(path, hashlib.sha256(path.read_bytes()).hexdigest(), size))
         except IcomError as error:
             problems.append(str(error))
     if problems:
@@ -99,27 +95,51 @@ def list_pictures(folder: str) -> list[Picture]:
     return pictures
 
 
-def passed_over(folder: str) -> str | None:
-    """A sentence about the folders in a picture folder, where there are any: what is in them is not learned."""
-    folders = sorted(path for path in _root(folder).iterdir() if path.is_dir() and not path.name.startswith("."))
-    if not folders:
-        return None
+def files_of(folder: str) -> list[Path]:
+    """All that a training reads of a picture folder in order of name: the pictures, and what is said of them there."""
+    return sorted(path for path in folder_of(folder).iterdir() if path.is_file() and not path.name.startswith("."))
+
+
+def notices(pictures: list[Picture]) -> Iterator[str]:
+    """Sentences about what a picture folder has and nobody learns: folders, and frames after the first."""
+    folder = pictures[0].path.parent
+    if inner := sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")):
+        yield _passed_over(folder, inner)
+    frames = {picture.path.name: _frames(picture.path) for picture in pictures}
+    if moving := [f"{name} ({count} frames)" for name, count in frames.items() if count > 1]:
+        yield f"learning the first frame of pictures that move or have pages ({names_of(moving)})."
+
+
+def _passed_over(folder: Path, folders: list[Path]) -> str:
     files = 0
     for inner in folders:
         with contextlib.suppress(OSError):  # not ours to read
             files += sum(path.is_file() and not path.name.startswith(".") for path in inner.iterdir())
     return (
         f"passing over {files} {'file' if files == 1 else 'files'} in the folders of {folder} "
-        f"({_names([path.name for path in folders])}). Pictures have to lie in the picture folder itself."
+        f"({names_of([path.name for path in folders])}). Pictures have to lie in the picture folder itself."
     )
 
 
-def _names(names: list[str]) -> str:
+def _frames(path: Path) -> int:
+    """Of a picture that is shown in turn, or has pages; 1 for what cameras keep several of: a photo and its preview."""
+    from PIL import Image
+
+    with path.open("rb") as file, Image.open(file) as image:
+        return getattr(image, "n_frames", 1) if image.format in _MOVING else 1
+
+
+_MOVING = {"AVIF", "GIF", "PNG", "TIFF", "WEBP"}
+"""Pillow's names of formats whose frames are what people call frames or pages."""
+
+
+def names_of(several: list[str]) -> str:
     """How many and which, for instance: 3: a, b, c. Of many the first ones."""
-    return f"{len(names)}: {', '.join(names[:_NAMED])}" + (", …" if len(names) > _NAMED else "")
+    return f"{len(several)}: {', '.join(several[:_NAMED])}" + (", …" if len(several) > _NAMED else "")
 
 
-def _root(folder: str) -> Path:
+def folder_of(folder: str) -> Path:
+    """The folder that --train_data_dir names."""
     return _bundled_folder(folder) if folder.split(":", maxsplit=1)[0] == "bundled" else Path(folder).expanduser()
 
 
@@ -131,8 +151,12 @@ def _bundled_folder(name: str) -> Path:
     return BUNDLED_CONCEPTS / chosen
 
 
-def read_picture(path: Path) -> Image.Image:
+def read_picture(path: Path, *, alpha: bool = False) -> Image.Image:
     """Decode a picture's file, as `decode_picture` does.
+
+    Args:
+        path: of the file.
+        alpha: as there.
 
     Raises:
         IcomError: not a picture, damaged, more than MAX_PIXELS, or with values of which nobody knows what is white.
@@ -140,7 +164,7 @@ def read_picture(path: Path) -> Image.Image:
     try:
         # From a file and not its name: what Pillow maps into memory it turns wrongly (a TIFF's orientation).
         with path.open("rb") as file:
-            return decode_picture(file, path.name)
+            return decode_picture(file, path.name, alpha=alpha)
     except PermissionError:
         raise IcomError(f"{path.name}: not readable (permissions)") from None
     except OSError as error:
@@ -161,7 +185,11 @@ class BadPicture(Exception):
     """What was read is no good as a picture; the message says why and what to do, but not which picture it is."""
 
 
-def decode_picture(file: BinaryIO, name: str) -> Image.Image:
+class NotAPicture(BadPicture):
+    """It does not even begin as a picture."""
+
+
+def decode_picture(file: BinaryIO, name: str, formats: list[str] | None = None, *, alpha: bool = False) -> Image.Image:
     """Decode a picture: upright by its EXIF orientation, RGB of 8 bits, transparency composed on white.
 
     More bits than 8 are scaled so that white stays white; floating-point values are taken for 0 (black) to 1 (white).
@@ -170,6 +198,8 @@ def decode_picture(file: BinaryIO, name: str) -> Image.Image:
     Args:
         file: its bytes.
         name: of the file they come from; its ending decides nothing but words.
+        formats: Pillow's names of those that are tried. Default: all.
+        alpha: what is transparent is not composed on white: a picture that has such comes as RGBA.
 
     Raises:
         BadPicture: not a picture, damaged, more than MAX_PIXELS, or with values of which nobody knows what is white.
@@ -179,7 +209,7 @@ def decode_picture(file: BinaryIO, name: str) -> Image.Image:
     # Our own limit decides, and damaged metadata does not matter. Not catch_warnings: threads undo it for each other.
     warnings.filterwarnings("ignore", module=r"PIL\.|pillow_heif")
     try:
-        with _open(file) as image:
+        with _open(file, formats) as image:
             width, height = image.size
             if width * height > MAX_PIXELS:
                 raise BadPicture(
@@ -187,7 +217,8 @@ def decode_picture(file: BinaryIO, name: str) -> Image.Image:
                 )
             image.load()
             ImageOps.exif_transpose(image, in_place=True)
-            return _on_white(_eight_bits(image))
+            colours = _colours(_eight_bits(image))
+            return colours if alpha else _on_white(colours)
     except _UnclearError as error:
         raise BadPicture(f"{error}; save it as PNG with 8 bits") from None
     except Image.DecompressionBombError:
@@ -196,36 +227,54 @@ def decode_picture(file: BinaryIO, name: str) -> Image.Image:
     except UnidentifiedImageError:
         known = Path(name).suffix.lower() in Image.registered_extensions()
         what = "not a picture that Pillow can read; save it as PNG with 8 bits" if known else "not a picture"
-        raise BadPicture(what) from None
+        raise NotAPicture(what) from None
     except (BadPicture, MemoryError):
         raise
     except Exception as error:  # what a damaged file leads Pillow's decoders to is not in any list
         raise BadPicture(f"damaged ({error})") from error
 
 
-def _open(file: BinaryIO) -> Image.Image:
+def _open(file: BinaryIO, formats: list[str] | None) -> Image.Image:
     """Let Pillow, or pillow-heif where it is installed, find out what the file holds. Decodes nothing.
 
     Raises:
-        BadPicture: HEIC without pillow-heif.
+        BadPicture: a film, a camera's raw data, or HEIC or AVIF without what reads them.
     """
-    from PIL import Image
+    from PIL import Image, features
 
-    head = file.read(12)
+    head = file.read(64)
     file.seek(0)
-    if head[4:8] == b"ftyp" and head[8:] in _HEIC:
-        try:
-            import pillow_heif
-        except ImportError:
-            raise BadPicture(
-                "HEIC; convert it to JPEG, or install what reads it: python -m pip install pillow-heif"
-            ) from None
-        pillow_heif.register_heif_opener()
-    return Image.open(file)
+    if head[4:8] == b"ftyp":
+        major, *others = (head[i : i + 4] for i in (8, *range(16, min(len(head), int.from_bytes(head[:4], "big")), 4)))
+        if major in _AVIF or (major in _ANY and _AVIF.intersection(others)):
+            if not features.check("avif"):
+                raise BadPicture(
+                    "AVIF, which this Pillow lacks; convert it to JPEG, or: python -m pip install -U pillow"
+                )
+        elif major in _HEIC or major in _ANY:
+            try:
+                import pillow_heif
+            except ImportError:
+                raise BadPicture(
+                    "HEIC; convert it to JPEG, or install what reads it: python -m pip install pillow-heif"
+                ) from None
+            pillow_heif.register_heif_opener()
+        else:
+            raise NotAPicture("a film (the moving part of a Live Photo is one); take it out")
+    image = Image.open(file, formats=formats)
+    tags = getattr(image, "tag_v2", {})
+    if _DNG_VERSION in tags or tags.get(_NEW_SUBFILE_TYPE, 0) & 1:
+        image.close()
+        raise BadPicture("raw data of a camera, of which Pillow sees the preview alone; save it as JPEG")
+    return image
 
 
-_HEIC = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"}
-"""Brands of ISO/IEC 23008-12, as phones write them. AVIF has others, and Pillow reads it."""
+_ANY = {b"mif1", b"msf1"}
+_HEIC = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx"}
+_AVIF = {b"avif", b"avis"}
+"""Brands of ISO/IEC 23008-12, as phones write them: of any coding, of HEVC's, of AV1's."""
+_DNG_VERSION, _NEW_SUBFILE_TYPE = 50706, 254
+"""Tags of DNG 1.7 and TIFF 6.0; the second is odd where a smaller version of another picture comes first."""
 
 
 class _UnclearError(Exception):
@@ -262,38 +311,19 @@ def _eight_bits(image: Image.Image) -> Image.Image:
 _BITS_PER_SAMPLE, _PHOTOMETRIC, _WHITE_IS_ZERO = 258, 262, 0  # TIFF 6.0, section 8
 
 
-def _on_white(image: Image.Image) -> Image.Image:
-    """RGB, with white behind what is transparent."""
-    from PIL import Image
-
+def _colours(image: Image.Image) -> Image.Image:
+    """RGB, or RGBA where something may be transparent."""
     if image.mode == "LAB":
         raise _UnclearError("CIELAB colours, which Pillow does not convert")
     if image.mode == "La":  # grey with premultiplied alpha, from a TIFF: Pillow converts it to LA alone
         image = image.convert("LA")
-    if image.has_transparency_data:
-        rgba = image.convert("RGBA")
-        white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
-        return Image.alpha_composite(white, rgba).convert("RGB")
-    return image.convert("RGB")
+    return image.convert("RGBA" if image.has_transparency_data else "RGB")
 
 
-def pixels(image: Image.Image, transform: Transform, *, flip: bool) -> torch.Tensor:
-    """The picture as the VAE sees it: middle square if asked for, bicubic resize, optional left-right flip.
-
-    Follows `TextualInversionDataset.__getitem__` of diffusers' script.
-
-    Returns:
-        float32 of shape (3, resolution, resolution) in [-1, 1].
-    """
-    import torch
+def _on_white(image: Image.Image) -> Image.Image:
+    """RGB, with white behind what is transparent."""
     from PIL import Image
 
-    if transform.center_crop:
-        side = min(image.size)
-        left, top = (image.width - side) // 2, (image.height - side) // 2
-        image = image.crop((left, top, left + side, top + side))
-    image = image.resize((transform.resolution, transform.resolution), Image.Resampling.BICUBIC)
-    if flip:
-        image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-    values = np.asarray(image, dtype=np.uint8).astype(np.float32) / 127.5 - 1.0
-    return torch.from_numpy(values).permute(2, 0, 1).contiguous()
+    if image.mode == "RGB":
+        return image
+    return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")

@@ -16,7 +16,6 @@ import hashlib
 import json
 import os
 import sys
-import tarfile
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,9 +24,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from icom.data.images import endings
-from icom.data.metadata import columns, need_data_extra, together, utf8
-from icom.data.shards import WHY_NOT_COMPRESSED, Shard, ShardCache, one_at_a_time, with_sizes
+from icom.data.metadata import columns, need_data_extra, together
+from icom.data.shards import Shard, ShardCache, one_at_a_time, with_sizes
+from icom.data.tar_reading import grouped_members, picture_endings
 from icom.errors import IcomError
 from icom.files import sync_folder, write_error
 from icom.progress import progress
@@ -43,7 +42,6 @@ FIELD = "json."
 
 _FORMAT = 1  # raise it when the meaning of a column changes
 _METADATA = b"icom"
-_MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
 
 
 @dataclass(frozen=True)
@@ -250,64 +248,29 @@ def _scan(shard: Shard, cache: ShardCache) -> tuple[Shard, pa.Table]:
 
 
 def _samples(shard: Shard, path: Path) -> list[dict[str, Any]]:
-    """The samples of a tar, grouped as WebDataset does: members whose names agree up to their first dot.
+    """What the index keeps of a tar's samples.
 
     Raises:
         IcomError: compressed, cut, or no tar.
     """
-    pictures = {ending.removeprefix(".") for ending in endings()}
+    pictures = picture_endings()
     samples: list[dict[str, Any]] = []
-    seen: set[str] = set()
     with path.open("rb") as file:
-        head = file.read(6)
-        for magic, name in _MAGIC.items():
-            if head.startswith(magic):
-                raise IcomError(f"{shard.place} is compressed ({name}): {WHY_NOT_COMPRESSED}")
-        file.seek(0)
-        for member in _members(shard, file):
-            folder, slash, base = member.name.rpartition("/")
-            stem, dot, suffix = base.partition(".")
-            if not member.isreg() or member.sparse is not None or not stem or not dot or _is_meta(member.name):
-                continue
-            key, suffix = utf8(folder + slash + stem), suffix.lower()
-            if not samples or samples[-1]["key"] != key:
-                samples.append({"key": key, "said": {}, **dict.fromkeys(MEMBERS, (None, None))})
-                seen.clear()
-            sample = samples[-1]
-            kind = "image" if suffix in pictures else suffix
-            if suffix in seen and kind in MEMBERS:
-                sample["image"] = (None, None)  # two of a name: nobody knows which belongs to the others
-                continue
-            seen.add(suffix)
-            if kind in MEMBERS and sample[kind] == (None, None):
-                sample[kind] = member.offset_data, member.size
-                if kind == "json":
-                    sample["said"] = _said(os.pread(file.fileno(), member.size, member.offset_data))
+        for key, members in grouped_members(shard, file):
+            sample: dict[str, Any] = {"key": key, "said": {}, **dict.fromkeys(MEMBERS, (None, None))}
+            seen: set[str] = set()
+            for member in members:
+                kind = "image" if member.suffix in pictures else member.suffix
+                if member.suffix in seen and kind in MEMBERS:
+                    sample["image"] = (None, None)  # two of a name: nobody knows which belongs to the others
+                    continue
+                seen.add(member.suffix)
+                if kind in MEMBERS and sample[kind] == (None, None):
+                    sample[kind] = member.offset, member.size
+                    if kind == "json":
+                        sample["said"] = _said(os.pread(file.fileno(), member.size, member.offset))
+            samples.append(sample)
     return samples
-
-
-def _members(shard: Shard, file: Any) -> Any:
-    """The members of a tar, one by one.
-
-    Raises:
-        IcomError: no tar, or cut: tarfile takes what is no header for the end of the archive.
-    """
-    try:
-        with tarfile.open(fileobj=file, mode="r:") as tar:
-            while (member := tar.next()) is not None:
-                yield member
-                tar.members.clear()  # type: ignore[attr-defined]  # it would keep them all
-            file.seek(tar.offset)
-            if file.read(512) != bytes(512):
-                raise tarfile.ReadError("its end is missing")
-    except (tarfile.TarError, ValueError, OverflowError) as error:
-        raise IcomError(f"The shard {shard.place} is cut, or no tar: {error}. Fetch or write it anew.") from error
-
-
-def _is_meta(name: str) -> bool:
-    """Names that WebDataset keeps for itself."""
-    first = name.partition("/")[0]
-    return len(first) >= 4 and first.startswith("__") and first.endswith("__")
 
 
 def _said(content: bytes) -> dict[str, Any]:

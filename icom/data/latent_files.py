@@ -8,18 +8,16 @@ tensors of the same names, and the rest as JSON in its metadata `icom`. Both kin
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import os
 import tarfile
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -28,7 +26,6 @@ from safetensors.torch import load, save
 
 from icom.data.records import Crops, DamagedRecord, Record
 from icom.errors import IcomError
-from icom.training.lock import locked
 
 if TYPE_CHECKING:
     import pyarrow
@@ -269,66 +266,3 @@ def _record(
 ) -> Record:
     mean, std = tensors[f"mean_{resolution}"].float(), tensors[f"std_{resolution}"].float()
     return Record(key, caption, latents=Crops(mean, std, tensors["states"], tuple(places), size))
-
-
-class DigestingFile(io.RawIOBase):
-    """Passes on what is written, in order, and keeps its SHA-256."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file: BinaryIO | None = file
-        self._digest, self.size = hashlib.sha256(), 0
-
-    def writable(self) -> bool:
-        """It is."""
-        return True
-
-    def write(self, content: Any) -> int:
-        """More bytes."""
-        if self._file:
-            self._file.write(content)
-        self._digest.update(content)
-        length = memoryview(content).nbytes
-        self.size += length
-        return length
-
-    def tell(self) -> int:
-        """Bytes up to now."""
-        return self.size
-
-    def give_up(self) -> None:
-        """Pass nothing on any more: libraries write what they still hold when they are let go."""
-        self._file = None
-
-    def hexdigest(self) -> str:
-        """SHA-256 of all of them."""
-        return self._digest.hexdigest()
-
-
-@contextmanager
-def whole_file(path: Path) -> Iterator[DigestingFile]:
-    """A file that has its name once all is written and synced; before, `.NAME.part`, which the next attempt takes over.
-
-    Raises:
-        IcomError: another process is writing it.
-        OSError: the disk is full, or the folder not writable.
-    """
-    temporary = path.with_name(f".{path.name}.part")
-    try:
-        descriptor = locked(temporary)
-    except BlockingIOError:
-        raise IcomError(f"Another process is writing {path}. Give each its own --part, or wait for it.") from None
-    except OSError:  # a file system without locks; what is wrong with the folder itself is wrong here, too
-        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-    with os.fdopen(descriptor, "wb") as file:
-        digesting = DigestingFile(file)
-        try:
-            file.truncate(0)
-            yield digesting
-            file.flush()
-            os.fsync(descriptor)
-            temporary.replace(path)
-        except BaseException:
-            digesting.give_up()
-            with suppress(OSError):
-                temporary.unlink()
-            raise

@@ -1,7 +1,8 @@
 """Latents are computed once: the VAE's mean and standard deviation of every picture and flip, kept on disk.
 
 The VAE is frozen and a set has few variants (5 pictures x flip = 10), so a step needs no VAE: it samples from the
-kept mean and standard deviation, which is the distribution of encoding the picture anew.
+kept mean and standard deviation, which is the distribution of encoding the picture anew. Random
+crops are of a few places, each encoded for itself: cut out of a whole picture's latents they would be others.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,13 +20,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from icom.data.images import Picture, Transform, pixels, read_picture
+from icom.data.images import Picture, read_picture
+from icom.data.transform import Transform, pixels
 from icom.errors import IcomError
 from icom.files import write_atomically
 from icom.progress import progress
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL
+
+    from icom.data.sampling import Sample
 
 _FORMAT = 2  # part of the key: raise it when the meaning of an entry changes
 
@@ -35,25 +39,48 @@ class Moments:
     """Posterior of every variant.
 
     Attributes:
-        mean, std: float32 of shape (pictures, 2, channels, height, width); index 1 is the flip.
+        mean, std: of each picture float32 of shape (2, places, channels, height, width); index 1 is the flip.
         hits: entries that came from the disk.
         computed: entries that this process encoded.
+        weights: of each picture what its pixels count in the loss, float32 of shape (2, places, 1, height, width),
+            where they do not all count the same.
     """
 
-    mean: torch.Tensor
-    std: torch.Tensor
+    mean: tuple[torch.Tensor, ...]
+    std: tuple[torch.Tensor, ...]
     hits: int
     computed: int
+    weights: tuple[torch.Tensor, ...] | None = None
 
-    def sample(self, picture: int, *, flip: bool, noise: torch.Tensor) -> torch.Tensor:
-        """One draw from a variant's posterior: mean + std * noise (Kingma & Welling 2014), not yet scaled."""
-        return self.mean[picture, int(flip)] + self.std[picture, int(flip)] * noise
+    @property
+    def variants(self) -> int:
+        """How many there are."""
+        return sum(mean.shape[0] * mean.shape[1] for mean in self.mean)
+
+    def shape(self, picture: int) -> tuple[int, ...]:
+        """Of a sample's latents: (channels, height, width)."""
+        return tuple(self.mean[picture].shape[2:])
+
+    def sample(self, sample: Sample, noise: torch.Tensor) -> torch.Tensor:
+        """One draw from its variant's posterior: mean + std * noise (Kingma & Welling 2014), not yet scaled."""
+        return self._seen(self.mean, sample) + self._seen(self.std, sample) * noise
+
+    def weights_of(self, samples: Sequence[Sample]) -> torch.Tensor | None:
+        """What the pixels of their latents count in the loss, (samples, 1, height, width); None: all the same."""
+        if self.weights is None:
+            return None
+        return torch.stack([self._seen(self.weights, sample) for sample in samples])
+
+    def _seen(self, variants: tuple[torch.Tensor, ...], sample: Sample) -> torch.Tensor:
+        mine = variants[sample.picture][int(sample.flip)]
+        return mine[sample.place % len(mine)]
 
 
 @dataclass(frozen=True)
 class _Variant:
     picture: Picture
     flip: bool
+    place: int
     path: Path
 
 
@@ -89,10 +116,12 @@ def load_moments(
         wait_for_everyone: barrier over all processes.
         decode_threads: threads that decode pictures ahead of the VAE.
     """
+    places = [len(transform.view(picture.size).boxes) for picture in pictures]
     variants = [
-        _Variant(picture, flip, folder / f"{_key(picture, transform, vae_digest, flip=flip)}.safetensors")
-        for picture in pictures
+        _Variant(picture, flip, place, folder / f"{_key(picture, transform, vae_digest, flip, place)}.safetensors")
+        for picture, count in zip(pictures, places, strict=True)
         for flip in (False, True)
+        for place in range(count)
     ]
     store = _Store(folder, speaks=local_rank == 0)
     found: dict[_Variant, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -107,18 +136,21 @@ def load_moments(
         computed |= dict(_encode(mine, transform, vae, store, decode_threads, show=rank == 0))
         wait_for_everyone()
     entries = [found.get(variant) or computed[variant] for variant in variants]
-    mean, std = (torch.stack(parts) for parts in zip(*entries, strict=True))
-    shape = (len(pictures), 2, *mean.shape[1:])
-    return Moments(mean.view(shape), std.view(shape), hits or 0, len(computed))
+    moments: list[list[torch.Tensor]] = [[], []]
+    for count in places:
+        of_picture, entries = entries[: 2 * count], entries[2 * count :]
+        for kept, tensors in zip(moments, zip(*of_picture, strict=True), strict=True):
+            kept.append(torch.stack(tensors).unflatten(0, (2, count)))
+    return Moments(tuple(moments[0]), tuple(moments[1]), hits or 0, len(computed))
 
 
-def _key(picture: Picture, transform: Transform, vae_digest: str, *, flip: bool) -> str:
+def _key(picture: Picture, transform: Transform, vae_digest: str, flip: bool, place: int) -> str:
     parts = {
         "picture": picture.digest,
         "vae": vae_digest,
         "flip": flip,
         "format": _FORMAT,
-        **asdict(transform),
+        **transform.key(picture.size, place),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -133,7 +165,8 @@ def _encode(
     show: bool,
 ) -> Iterator[tuple[_Variant, tuple[torch.Tensor, torch.Tensor]]]:
     def decode(variant: _Variant) -> torch.Tensor:
-        return pixels(read_picture(variant.picture.path), transform, flip=variant.flip)
+        image = read_picture(variant.picture.path, alpha=transform.alpha_mask)
+        return pixels(image, transform, flip=variant.flip, place=variant.place)
 
     with ThreadPoolExecutor(max(1, threads)) as pool:
         decoded = pool.map(decode, variants) if threads else map(decode, variants)

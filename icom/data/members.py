@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from icom.data.images import BadPicture, decode_picture
 from icom.data.records import DamagedRecord
@@ -75,6 +75,46 @@ class CaptionReader:
             raise DamagedRecord(key, f"{content!r:.40} is no number of a class") from None
         except KeyError:
             raise DamagedRecord(key, f"class {int(content)} has no prompt") from None
+
+
+class TarCaptions:
+    """Where the captions of tars stand, and what they are. `member` is the suffix of the member that has them."""
+
+    def __init__(self, caption_column: str, idx_to_prompt: str | None) -> None:
+        """Understand the options of these names.
+
+        Raises:
+            UsageError: captions cannot stand there.
+        """
+        place, _, self.field = caption_column.partition(":")
+        self.member = "txt" if place == "text" else place  # the default is the name of a column
+        self.reader = CaptionReader(idx_to_prompt)
+        if self.member not in ("txt", "json", "cls") or (self.member == "json") != bool(self.field):
+            raise UsageError(
+                f"--caption_column {caption_column}: in tars captions stand in txt, json:FIELD, or cls with "
+                "--idx_to_prompt."
+            )
+        if self.member == "cls" and self.reader.prompts is None:
+            raise UsageError(
+                "--caption_column cls: classes are numbers; name the file with a prompt for each (--idx_to_prompt)."
+            )
+
+    def read(self, key: str, content: bytes) -> str:
+        """A sample's caption.
+
+        Raises:
+            DamagedRecord: there is none.
+        """
+        if not self.field:
+            return self.reader(key, content)
+        try:
+            said: Any = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise DamagedRecord(key, f"its .json is damaged ({error})") from None
+        value = said.get(self.field) if isinstance(said, dict) else None
+        if not isinstance(value, str | int):
+            raise DamagedRecord(key, f"its .json has no text {self.field!r}")
+        return self.reader(key, value)
 
 
 def _read_prompts(path: Path) -> dict[int, str]:

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from icom.data.sampling import raw_words
+from icom.data.sampling import Stream, raw_words
 
 WINDOW = 16
 """Shards that are read at a time."""
@@ -20,8 +20,6 @@ BLOCK = 64
 """Records that lie one after another in a shard and are read together."""
 GROUP = 16
 """Blocks whose records are mixed."""
-
-_SHARDS, _BLOCKS, _RECORDS, _SUBSTITUTES = 2, 3, 4, 5  # families of random streams; icom.data.sampling has 0 and 1
 
 
 class Order:
@@ -58,7 +56,7 @@ class Order:
             attempt: 0 for the first substitute, which may be damaged too, 1 for the next, and so on.
         """
         records, _ = self._around(sample)
-        word = raw_words(self._seed, _SUBSTITUTES, sample, attempt, count=1)[0]
+        word = raw_words(self._seed, Stream.SUBSTITUTES, sample, attempt, count=1)[0]
         return int(records[int(word) % len(records)])
 
     def _around(self, sample: int) -> tuple[np.ndarray, int]:
@@ -71,7 +69,7 @@ class Order:
 
     def _find_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """The shards in their order, and for each window the number of samples up to its end."""
-        shards = self._shuffled(len(self._lengths), _SHARDS, epoch)
+        shards = self._shuffled(len(self._lengths), Stream.SHARDS, epoch)
         ends = np.cumsum(self._lengths[shards])
         return shards, np.append(ends[WINDOW - 1 : -1 : WINDOW], ends[-1])
 
@@ -82,11 +80,11 @@ class Order:
             for first, end in zip(self._starts[shards], self._starts[shards] + self._lengths[shards], strict=True)
             for start in range(first, end, BLOCK)
         ]
-        order = self._shuffled(len(blocks), _BLOCKS, epoch, window)
+        order = self._shuffled(len(blocks), Stream.BLOCKS, epoch, window)
         groups = []
         for number, first in enumerate(range(0, len(order), GROUP)):
             records = np.concatenate([blocks[block] for block in order[first : first + GROUP]])
-            groups.append(records[self._shuffled(len(records), _RECORDS, epoch, window, number)])
+            groups.append(records[self._shuffled(len(records), Stream.RECORDS, epoch, window, number)])
         return np.concatenate(groups)
 
     def _shuffled(self, count: int, *key: int) -> np.ndarray:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from icom.config.data import DataOptions
+from icom.data.caption_files import METADATA
 from icom.data.filters import fields, parse_filters, select
-from icom.data.folder import METADATA
 from icom.data.index import NAME
 from icom.data.members import CaptionReader, picture_of
 from icom.data.metadata import need_data_extra

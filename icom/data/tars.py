@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,12 +17,12 @@ from icom.data import index as indexes
 from icom.data import remote
 from icom.data.damage import Damage
 from icom.data.filters import fields, parse_filters, select
-from icom.data.members import CaptionReader, picture_of
+from icom.data.members import TarCaptions, picture_of
 from icom.data.metadata import need_data_extra
 from icom.data.order import WINDOW
 from icom.data.records import DamagedRecord, Kind, Record
 from icom.data.shards import Shard, ShardCache, common_root, find_shards, with_sizes
-from icom.errors import IcomError, UsageError
+from icom.errors import IcomError
 from icom.files import cache_folder
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Tars:
     runs: Sequence[range]
 
     def __init__(
-        self, shards: list[Shard], cache: ShardCache, table: pa.Table, captions: _Captions, digest: str, left_out: str
+        self, shards: list[Shard], cache: ShardCache, table: pa.Table, captions: TarCaptions, digest: str, left_out: str
     ) -> None:
         self._shards, self._cache, self._captions = shards, cache, captions
         self._keys, self._left_out = table["key"], left_out
@@ -103,36 +103,6 @@ class _File:
             os.close(self._descriptor)
 
 
-class _Captions:
-    """Where the captions of tars stand, and what they are."""
-
-    def __init__(self, options: DataOptions) -> None:
-        place, _, self.field = options.caption_column.partition(":")
-        self.member = "txt" if place == "text" else place  # the default is the name of a column
-        self.reader = CaptionReader(options.idx_to_prompt)
-        if self.member not in ("txt", "json", "cls") or (self.member == "json") != bool(self.field):
-            raise UsageError(
-                f"--caption_column {options.caption_column}: in tars captions stand in txt, json:FIELD, or cls with "
-                "--idx_to_prompt."
-            )
-        if self.member == "cls" and self.reader.prompts is None:
-            raise UsageError(
-                "--caption_column cls: classes are numbers; name the file with a prompt for each (--idx_to_prompt)."
-            )
-
-    def read(self, key: str, content: bytes) -> str:
-        if not self.field:
-            return self.reader(key, content)
-        try:
-            said: Any = json.loads(content)
-        except (ValueError, RecursionError) as error:
-            raise DamagedRecord(key, f"its .json is damaged ({error})") from None
-        value = said.get(self.field) if isinstance(said, dict) else None
-        if not isinstance(value, str | int):
-            raise DamagedRecord(key, f"its .json has no text {self.field!r}")
-        return self.reader(key, value)
-
-
 def open_tars(options: DataOptions) -> Tars:
     """The tars of --train_data_dir. Where they have no index, one is made.
 
@@ -143,7 +113,7 @@ def open_tars(options: DataOptions) -> Tars:
     need_data_extra("Reading tars")
     import pyarrow as pa
 
-    captions = _Captions(options)
+    captions = TarCaptions(options.caption_column, options.idx_to_prompt)
     condition = parse_filters(options.filters) if options.filters else None
     shards = find_shards(options.train_data_dir, ".tar")
     if not shards:

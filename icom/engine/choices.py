@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,11 +78,16 @@ class Choices:
         """Attention; (batch, tokens, heads, head size) each, and so is the result."""
         gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         shape = Shape(q.shape[0], q.shape[2], q.shape[1], k.shape[1], q.shape[3], q.dtype, gradient)
-        if shape not in self._decided:
-            # Whatever goes on around it: autocast would change what is tried, gradient checkpointing recompute it.
-            with torch.autocast(q.device.type, enabled=False), saved_tensors_hooks(_as_it_is, _as_it_is):
-                self._decided[shape] = self._decide(shape)
-        return self._decided[shape](q, k, v)
+        with torch.autocast(q.device.type, enabled=False):  # it would undo what a way converts to be faster
+            if shape not in self._decided:
+                with saved_tensors_hooks(_as_it_is, _as_it_is):  # gradient checkpointing would recompute what is tried
+                    self._decided[shape] = self._decide(shape)
+            return self._decided[shape](q, k, v)
+
+    def forget(self) -> None:
+        """What was chosen: as in a process that has computed nothing yet. What was measured stays known."""
+        self.made.clear()
+        self._decided.clear()
 
     def _decide(self, shape: Shape) -> attention.Attention:
         key, ways = str(shape), _ways(shape)
@@ -109,6 +115,17 @@ class Choices:
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
+
+
+def measured(shapes: Iterable[str], folder: Path) -> dict[str, dict[str, float]]:
+    """Shape -> way -> milliseconds of a forward and, where needed, backward pass, as far as it is remembered.
+
+    Args:
+        shapes: as `Choices.made` names them.
+        folder: of the cache.
+    """
+    here = _read(folder).get(machine_key(), {})
+    return {shape: here[shape] for shape in shapes if shape in here}
 
 
 def choices_for(unet: torch.nn.Module, folder: Path) -> Choices:

@@ -47,6 +47,12 @@ class Packed(nn.Module, ABC):
             self._packed_transposed = self._pack_transposed(self._packed.to_dense(), gradient)
         return self._packed_transposed
 
+    def unpack(self) -> None:
+        """Go back to the plain weight, as if no input had come yet: the next one decides how it is packed."""
+        if self._packed is not None:
+            self._plain = self._packed.to_dense()
+            self._packed = self._packed_transposed = None
+
     @abstractmethod
     def _pack(self, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """For an input like `x`."""
@@ -197,6 +203,13 @@ def can_pack(layer: nn.Module) -> bool:
         return False
     less = all(padding < kernel for padding, kernel in zip(layer.padding, layer.kernel_size, strict=True))
     return less and layer.groups == 1 and set(layer.dilation) == {1}
+
+
+def unpack(network: nn.Module) -> None:
+    """Unpack all layers in a network; one after the other, so that it takes no more memory than before."""
+    for layer in network.modules():
+        if isinstance(layer, Packed):
+            layer.unpack()
 
 
 def pack(layer: nn.Module) -> Packed:

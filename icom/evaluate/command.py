@@ -5,28 +5,32 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from icom import __version__
 from icom.commands.generate import Studio, all_prompts, prepare
-from icom.config.evaluate import EvaluateConfig
+from icom.config.evaluate import WORLD, EvaluateConfig, scale_name
 from icom.engine.memory import keep_freed_memory
 from icom.errors import UsageError
 from icom.evaluate.curve import curve
-from icom.evaluate.pictures import Plan, draw_missing, keep_settings, settings_of
+from icom.evaluate.pictures import Plan, draw_missing, drawn_by, keep_settings, settings_of
 from icom.evaluate.real import RealPictures, Reference, WorldPictures
 from icom.evaluate.scores import Scorer
+from icom.evaluate.word import draw_word
 from icom.evaluate.world import BOTH, Asked, ask
 from icom.files import write_atomically
 from icom.parallel.group import Group, joined
 from icom.parallel.place import find_place
 from icom.training.lock import only_run_in
 
+if TYPE_CHECKING:
+    from PIL import Image
+
 RESULTS, CURVE = "results.json", "curve.png"
-WORLD = "bundled"
-"""The value of --prompts_file that stands for captions of the bundled model's world."""
 DEFAULT_CAPTIONS = 200
 """So many pictures, where captions are the prompts and nobody says how many."""
 ENOUGH = 2048
@@ -44,18 +48,19 @@ def evaluate(config: EvaluateConfig) -> None:
     keep_freed_memory()
     with ExitStack() as until_all_is_written:
         with joined(find_place(os.environ)) as group:
-            drawn = _draw(config, group, until_all_is_written)
-        if group.leads:  # the others need not wait for the scores
-            _score(config, *drawn)
+            if config.of_a_word:
+                score = draw_word(config, group, until_all_is_written)
+            else:
+                score = _draw(config, group, until_all_is_written)
+        if score:  # the others need not wait for it
+            score()
 
 
-def _draw(
-    config: EvaluateConfig, group: Group, until_all_is_written: ExitStack
-) -> tuple[Plan, Studio, Scorer | None, list[str]]:
+def _draw(config: EvaluateConfig, group: Group, until_all_is_written: ExitStack) -> Callable[[], None] | None:
     """What all processes do. Rank 0 makes the scorer first: what it lacks is told before the hours of drawing.
 
     Returns:
-        All pictures, the model, the scorer on rank 0, and the prompts as the user wrote them.
+        What is left to rank 0: to score all.
     """
     scorer, prompts, count = None, b"", b""
     if group.leads:
@@ -67,7 +72,7 @@ def _draw(
         prompts, count = json.dumps(texts).encode(), str(number).encode()
     texts = json.loads(group.broadcast(prompts if group.leads else None))
     number = int(group.broadcast(count if group.leads else None))
-    output = Path(config.output_dir)
+    output = Path(config.output_dir or "evaluation")
     guided = any(scale > 1 for scale in config.scales)
     studio = prepare(config, texts, output, guided=guided, place=group.place, digest=True)
     settings = settings_of(config, studio, number)
@@ -76,12 +81,16 @@ def _draw(
         print(f"icom: {studio.backend.describe()} ({studio.reason})", flush=True)
         until_all_is_written.enter_context(only_run_in(output))
     keep_settings(output, settings, group)
-    plan = Plan(output, config.scales, number, config.batch_size)
-    drawn = draw_missing(config, plan, studio, group)
+    plan = Plan(output, [scale_name(scale) for scale in config.scales], number, config.batch_size)
+
+    def draw(scale: int, numbers: Sequence[int]) -> list[tuple[Image.Image, str]]:
+        return drawn_by(config, studio, numbers, config.scales[scale])
+
+    drawn = draw_missing(plan, draw, group)
     if group.leads:
-        total = plan.count * len(plan.scales)
+        total = plan.count * len(plan.groups)
         print(f"icom: drew {drawn:,} pictures, {total - drawn:,} of {total:,} were there.", flush=True)
-    return plan, studio, scorer, texts
+    return partial(_score, config, plan, studio, scorer, texts) if scorer else None
 
 
 def _prompts(config: EvaluateConfig) -> tuple[list[str], list[Asked], Reference | None, int]:
@@ -110,9 +119,8 @@ def _prompts(config: EvaluateConfig) -> tuple[list[str], list[Asked], Reference 
     )
 
 
-def _score(config: EvaluateConfig, plan: Plan, studio: Studio, scorer: Scorer | None, prompts: list[str]) -> None:
-    assert scorer
-    rows = scorer.scores(plan, prompts)
+def _score(config: EvaluateConfig, plan: Plan, studio: Studio, scorer: Scorer, prompts: list[str]) -> None:
+    rows = scorer.scores(plan, config.scales, prompts)
     result: dict[str, Any] = {
         "icom": __version__,
         "model": studio.model,

@@ -27,14 +27,12 @@ def curve(rows: Sequence[dict[str, Any]], metrics: Sequence[str], path: Path) ->
         metrics: one or more that all rows have.
         path: the file.
     """
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     rows = sorted(rows, key=lambda row: float(row["guidance_scale"]))
     scales = [row["guidance_scale"] for row in rows]
-    figure, panels = plt.subplots(1, len(metrics), figsize=(4 * len(metrics), 3.5), layout="constrained", squeeze=False)
+    figure = Figure(figsize=(4 * len(metrics), 3.5), layout="constrained")
+    panels = figure.subplots(1, len(metrics), squeeze=False)
     for axes, metric in zip(panels[0], metrics, strict=True):
         values = [row[metric][BOTH] if metric == "judge" else row[metric] for row in rows]
         spread = [row["kid_std"] for row in rows] if metric == "kid" else None
@@ -44,5 +42,4 @@ def curve(rows: Sequence[dict[str, Any]], metrics: Sequence[str], path: Path) ->
         axes.spines[["top", "right"]].set_visible(False)
     buffer = io.BytesIO()
     figure.savefig(buffer, dpi=120)
-    plt.close(figure)
     write_atomically(path, buffer.getvalue())

@@ -70,17 +70,18 @@ class Inception:
         pixels = torch.from_numpy(np.stack([np.asarray(picture) for picture in pictures])).permute(0, 3, 1, 2)
         with torch.no_grad():
             (features,) = self._network(pixels.contiguous())
-        return _float64(features)
+        return float64(features)
 
 
 class Clip:
     """CLIP (Radford et al. 2021): what a picture shows and what a sentence says, in one space."""
 
-    def __init__(self, folder: str | None) -> None:
+    def __init__(self, folder: str | None, option: str = "--clip_model") -> None:
         """Load it.
 
         Args:
-            folder: --clip_model.
+            folder: that the option names.
+            option: for messages.
 
         Raises:
             Unavailable: no folder named.
@@ -115,7 +116,7 @@ class Clip:
         except Exception as error:  # a folder of strangers
             raise IcomError(
                 f"There is no CLIP model of transformers in {folder} ({str(error).splitlines()[0]}): it takes "
-                "config.json, model.safetensors, preprocessor_config.json and the tokenizer (--clip_model)."
+                f"config.json, model.safetensors, preprocessor_config.json and the tokenizer ({option})."
             ) from error
         self._model.eval()
 
@@ -124,7 +125,7 @@ class Clip:
         pixels = self._processor(images=list(pictures), return_tensors="pt")["pixel_values"]
         with torch.no_grad():
             seen = self._model.vision_model(pixel_values=pixels).pooler_output
-            return _float64(self._model.visual_projection(seen))
+            return float64(self._model.visual_projection(seen))
 
     def read(self, prompts: Sequence[str]) -> Features:
         """Features of sentences, not normalized; what is longer than the text encoder's context is cut."""
@@ -134,7 +135,7 @@ class Clip:
             read = self._model.text_model(
                 input_ids=words["input_ids"], attention_mask=words["attention_mask"]
             ).pooler_output
-            return _float64(self._model.text_projection(read))
+            return float64(self._model.text_projection(read))
 
 
 def _no_inception(path: Path, error: Exception) -> IcomError:
@@ -144,5 +145,6 @@ def _no_inception(path: Path, error: Exception) -> IcomError:
     )
 
 
-def _float64(features: torch.Tensor) -> Features:
+def float64(features: torch.Tensor) -> Features:
+    """As numpy's float64."""
     return np.asarray(features.double().numpy())

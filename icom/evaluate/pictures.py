@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from PIL import Image
 
 from icom.commands.generate import Studio, draw_together, parameters_of
-from icom.config.evaluate import EvaluateConfig, scale_name
+from icom.config.evaluate import EvaluateConfig
 from icom.errors import IcomError, UsageError
 from icom.files import write_atomically
 from icom.parallel.group import Group
@@ -35,35 +35,41 @@ class Plan:
 
     Attributes:
         folder: --output_dir.
-        scales: of guidance; each has `count` pictures.
-        count: pictures per scale.
+        groups: folders in it: one for each scale of guidance, or step of a word; each has `count` pictures.
+        count: pictures per group.
         batch: drawn at a time.
     """
 
     folder: Path
-    scales: Sequence[float]
+    groups: Sequence[str]
     count: int
     batch: int
 
-    def path(self, scale: float, number: int) -> Path:
+    def path(self, group: str, number: int) -> Path:
         """Where a picture lies."""
-        return self.folder / scale_name(scale) / f"{number:06d}.png"
+        return self.folder / group / f"{number:06d}.png"
 
     def batches(self) -> list[tuple[int, int]]:
-        """(index of the scale, first number) of each batch, in the order in which they are drawn."""
-        return [(scale, first) for scale in range(len(self.scales)) for first in range(0, self.count, self.batch)]
+        """(index of the group, first number) of each batch, in the order in which they are drawn."""
+        return [(group, first) for group in range(len(self.groups)) for first in range(0, self.count, self.batch)]
 
     def numbers(self, first: int) -> range:
         """Of a batch."""
         return range(first, min(first + self.batch, self.count))
 
-    def missing(self, scale: float, first: int) -> list[int]:
+    def missing(self, group: str, first: int) -> list[int]:
         """Numbers of a batch whose picture is not there, or damaged."""
-        return [number for number in self.numbers(first) if not _is_whole(self.path(scale, number))]
+        return [number for number in self.numbers(first) if not _is_whole(self.path(group, number))]
+
+    def pictures(self, group: str) -> Iterator[Image.Image]:
+        """Of a group, in order; all are there."""
+        for number in range(self.count):
+            with Image.open(self.path(group, number)) as picture:
+                yield picture.convert("RGB")
 
 
 def settings_of(config: EvaluateConfig, studio: Studio, count: int) -> dict[str, Any]:
-    """What decides the pictures, whatever the scale of guidance: for each of `count` its prompt, and what all share."""
+    """What decides the pictures, whatever the group: for each of `count` its prompt, and what all share."""
     return {
         "model": studio.model,
         "weights": studio.weights,
@@ -100,7 +106,7 @@ def keep_settings(folder: Path, settings: dict[str, Any], group: Group) -> None:
 
 def _with_those_there(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Settings for the pictures of a folder, those that are there already included."""
-    if not any(folder.glob(f"{scale_name(1)[:-1]}*/*.png")):
+    if not any(folder.glob("*/*.png")):
         return settings
     path = folder / SETTINGS
     before = _read(path)
@@ -126,13 +132,38 @@ def _read(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def draw_missing(config: EvaluateConfig, plan: Plan, studio: Studio, group: Group) -> int:
+Draw = Callable[[int, Sequence[int]], list[tuple[Image.Image, str]]]
+"""Given the index of a group and numbers of its pictures: those, each with what it was drawn with."""
+
+
+def drawn_by(
+    config: EvaluateConfig, studio: Studio, numbers: Sequence[int], guidance: float
+) -> list[tuple[Image.Image, str]]:
+    """Pictures of these numbers, drawn in one batch, each with what it was drawn with."""
+    prompts = [studio.prompts[number % len(studio.prompts)] for number in numbers]
+    seeds = [config.seed + number for number in numbers]
+    with studio.backend.autocast():
+        pictures = draw_together(
+            studio.pipeline,
+            prompts,
+            seeds,
+            guidance,
+            steps=config.num_inference_steps,
+            negative_prompt=studio.negative_prompt,
+            resolution=config.resolution,
+        )
+    return [
+        (picture, parameters_of(config, studio, prompt, seed, guidance, picture.size))
+        for prompt, seed, picture in zip(prompts, seeds, pictures, strict=True)
+    ]
+
+
+def draw_missing(plan: Plan, draw: Draw, group: Group) -> int:
     """Draw what is not there, in all processes.
 
     Args:
-        config: of the evaluation.
         plan: all pictures.
-        studio: of this process.
+        draw: of this process.
         group: the processes; all write to the same folder.
 
     Returns:
@@ -142,30 +173,19 @@ def draw_missing(config: EvaluateConfig, plan: Plan, studio: Studio, group: Grou
         IcomError: the folder is full.
     """
     batches = plan.batches()
-    lacking = [i for i, (scale, first) in enumerate(batches) if group.leads and plan.missing(plan.scales[scale], first)]
+    lacking = [i for i, (of, first) in enumerate(batches) if group.leads and plan.missing(plan.groups[of], first)]
     to_draw = json.loads(group.broadcast(json.dumps(lacking).encode() if group.leads else None))
     mine = to_draw[group.rank :: group.size]
     total, drawn = sum(len(plan.numbers(batches[i][1])) for i in mine), 0
     with progress(None, "pictures", "picture", total=total, disable=not group.leads or not mine) as bar:
-        for scale, first in (batches[i] for i in mine):
-            numbers, guidance = plan.numbers(first), plan.scales[scale]
-            prompts = [studio.prompts[number % len(studio.prompts)] for number in numbers]
-            with studio.backend.autocast():
-                pictures = draw_together(
-                    studio.pipeline,
-                    prompts,
-                    [config.seed + number for number in numbers],
-                    guidance,
-                    steps=config.num_inference_steps,
-                    negative_prompt=studio.negative_prompt,
-                    resolution=config.resolution,
-                )
-            missing = plan.missing(guidance, first)
-            for number, prompt, picture in zip(numbers, prompts, pictures, strict=True):
+        for of, first in (batches[i] for i in mine):
+            numbers, name = plan.numbers(first), plan.groups[of]
+            pictures = draw(of, numbers)
+            missing = plan.missing(name, first)
+            for number, (picture, parameters) in zip(numbers, pictures, strict=True):
                 if number in missing:
-                    path = plan.path(guidance, number)
+                    path = plan.path(name, number)
                     path.parent.mkdir(exist_ok=True)
-                    parameters = parameters_of(config, studio, prompt, config.seed + number, guidance, picture.size)
                     save_png(picture, path, parameters)
                     drawn += 1
             bar.update(len(numbers))

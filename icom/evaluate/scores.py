@@ -88,29 +88,29 @@ class Scorer:
                 return str(error)
         return None
 
-    def scores(self, plan: Plan, prompts: Sequence[str]) -> list[dict[str, Any]]:
+    def scores(self, plan: Plan, scales: Sequence[float], prompts: Sequence[str]) -> list[dict[str, Any]]:
         """A row for each scale of guidance: its metrics by name.
 
         Args:
-            plan: pictures, all of which are there.
+            plan: pictures, all of which are there; a group for each scale.
+            scales: of guidance.
             prompts: those of the first pictures; then they come again.
         """
-        with Image.open(plan.path(plan.scales[0], 0)) as first:
-            side = first.width
+        side = next(plan.pictures(plan.groups[0])).width
         real: Mapping[str, Features] = {}
         if self.reference and (names := {SEEN_BY[metric] for metric in self.metrics if metric in COMPARING}):
             networks = {name: self._networks[name] for name in names}
             what = "pictures to compare with"
-            real = _see(networks, self.reference.pictures(side), len(self.reference), what)
+            real = see(networks, self.reference.pictures(side), len(self.reference), what)
         normal = {name: Normal.of(features) for name, features in real.items()}
         texts = self._texts(prompts, plan.count)
         rows: list[dict[str, Any]] = []
-        for scale in plan.scales:
-            seen = _see(self._networks, _pictures(plan, scale), plan.count, f"scores at guidance {scale:g}")
+        for scale, group in zip(scales, plan.groups, strict=True):
+            seen = see(self._networks, plan.pictures(group), plan.count, f"scores at guidance {scale:g}")
             row: dict[str, Any] = {"guidance_scale": scale}
             for metric in self.metrics:
                 if metric == "judge":
-                    row[metric] = self._judged(_pictures(plan, scale))
+                    row[metric] = self._judged(plan.pictures(group))
                 elif metric == "clip_score":
                     row[metric] = clip_score(seen["clip"], texts)
                 elif metric == "kid":
@@ -135,10 +135,15 @@ class Scorer:
         return shares(verdicts, asked)
 
 
-def _see(
-    networks: Mapping[str, Network], pictures: Iterable[Image.Image], total: int, what: str
-) -> dict[str, Features]:
-    """What each network sees in each picture."""
+def see(networks: Mapping[str, Network], pictures: Iterable[Image.Image], total: int, what: str) -> dict[str, Features]:
+    """What each network sees in each picture.
+
+    Args:
+        networks: by name.
+        pictures: RGB.
+        total: how many.
+        what: is going on, for people.
+    """
     seen: dict[str, list[Features]] = {name: [] for name in networks}
     with progress(None, what, "picture", total=total, leave=False, disable=not networks) as bar:
         for batch in _batches(pictures) if networks else ():
@@ -146,12 +151,6 @@ def _see(
                 seen[name].append(network.see(batch))
             bar.update(len(batch))
     return {name: np.concatenate(parts) for name, parts in seen.items()}
-
-
-def _pictures(plan: Plan, scale: float) -> Iterator[Image.Image]:
-    for number in range(plan.count):
-        with Image.open(plan.path(scale, number)) as picture:
-            yield picture.convert("RGB")
 
 
 def _batches(items: Iterable[Any]) -> Iterator[list[Any]]:

@@ -24,15 +24,15 @@ def code() -> str:
 
 
 def pictures(folder: str) -> str:
-    """Of a picture folder, as training would read it.
+    """Of a picture folder, with the captions in it, as training would read it.
 
     Raises:
         IcomError: from `list_pictures`.
     """
-    from icom.data.images import list_pictures
+    from icom.data.images import files_of, folder_of, list_pictures
 
-    listed = "\n".join(f"{picture.path.name} {picture.digest}" for picture in list_pictures(folder))
-    return hashlib.sha256(listed.encode()).hexdigest()
+    list_pictures(folder)
+    return of_files(folder_of(folder), files_of(folder))
 
 
 def data(options: DataOptions) -> str:

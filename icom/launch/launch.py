@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from icom.config.concepts import Concepts
 from icom.config.loading import read_flags
 from icom.config.trainings import TrainingConfig, split_training
 from icom.errors import IcomError, UsageError
@@ -76,6 +77,8 @@ def training_config(words: Sequence[str], command: str) -> TrainingConfig:
     if not options:
         raise UsageError(f"No training options. They come after `--`: {command} -- --config run.yaml")
     config = training.load(read_flags(training.options, options, f"icom {training.command}"))
+    if isinstance(config, Concepts):
+        config = config.common
     if config.on:
         raise UsageError("--on is for `icom train` on your own computer; `icom launch` is typed where it runs.")
     return config

@@ -26,8 +26,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from icom import __version__, machine
+from icom.config.captions import BUILT_IN
 from icom.config.data import DataOptions
 from icom.config.finetune import FinetuneConfig
+from icom.config.train import TrainConfig
 from icom.config.trainings import TrainingConfig
 from icom.errors import IcomError
 from icom.launch import digests, mpi
@@ -76,6 +78,11 @@ class Contents:
         """Of a training, and of a launcher's own `files`."""
         data = None
         named = [training.config]
+        if isinstance(training, TrainConfig) and training.caption_templates != BUILT_IN:
+            named.append(training.caption_templates)
+        if isinstance(training, TrainConfig):
+            named.append(training.prompts_file)
+            named.append(training.concepts_list)
         if isinstance(training, FinetuneConfig):
             data = {field.name: getattr(training, field.name) for field in fields(DataOptions)}
             named += [training.idx_to_prompt, training.from_scratch if training.from_scratch != "model" else None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from icom.config.convert import ConvertConfig
+from icom.config.words import file_name
 from icom.errors import IcomError, UsageError
 from icom.files import write_atomically
 from icom.models import hub, loading
@@ -48,8 +50,19 @@ def save_embedding(path: Path, token: str, rows: torch.Tensor, option: str = "--
         rows: (vectors, width).
         option: what the user chose the folder with.
     """
-    tensor = rows.detach().float().cpu().contiguous()
-    write_atomically(path, save({token: tensor}, metadata={"format": "pt"}), option)
+    save_embeddings(path, {token: rows}, option)
+
+
+def save_embeddings(path: Path, words: Mapping[str, torch.Tensor], option: str = "--output_dir") -> None:
+    """Write the rows of several words: a key for each. icom reads such files; diffusers' loader takes a word at a time.
+
+    Args:
+        path: *.safetensors.
+        words: token -> (vectors, width).
+        option: what the user chose the folder with.
+    """
+    tensors = {token: rows.detach().float().cpu().contiguous() for token, rows in words.items()}
+    write_atomically(path, save(tensors, metadata={"format": "pt"}), option)
 
 
 def named_by_file(token: str, title: str | None = None) -> str:
@@ -59,7 +72,7 @@ def named_by_file(token: str, title: str | None = None) -> str:
         token: the word.
         title: of the file, where it has its final name already.
     """
-    called = title or re.sub(r"[^\w.-]+", "-", token).strip("-") or "word"
+    called = title or file_name(token)
     copied = "this one" if title else f"copied as {called}.safetensors it"
     return (
         f"A1111 and ComfyUI call a word by its file's name: {copied} is `{called}` in A1111 and "
@@ -68,7 +81,22 @@ def named_by_file(token: str, title: str | None = None) -> str:
 
 
 def find_word(name: str) -> Word:
+    """Read the one word that the user named, as `find_words` does.
+
+    Raises:
+        IcomError, UsageError: as there, or there are several.
+    """
+    word, *others = find_words(name)
+    if others:
+        tokens = ", ".join(one.token for one in (word, *others))
+        raise UsageError(f"{name} holds several words ({tokens}). Name one of them, as in {name}={word.token}.")
+    return word
+
+
+def find_words(name: str) -> list[Word]:
     """Read what the user named: a file, a Hub id, or one of them with `=word`.
+
+    That names the word anew, or of a file with several words one of them.
 
     Raises:
         IcomError: missing, damaged, or no embedding for Stable Diffusion.
@@ -80,19 +108,41 @@ def find_word(name: str) -> Word:
         if token.split() != [token]:
             raise UsageError(f"{name}: after the last = comes the word, one without spaces, for instance <mine>.")
     path = _find_file(place)
-    own, rows = load_embedding(path)
+    words = load_embeddings(path)
     from_hub = path != Path(place).expanduser()
-    return Word(token or own, rows, path, Path(place.rpartition("/")[2]) if from_hub else path.with_suffix(""))
+    stem = Path(place.rpartition("/")[2]) if from_hub else path.with_suffix("")
+    if len(words) == 1:
+        ((own, rows),) = words.items()
+        return [Word(token or own, rows, path, stem)]
+    if token is not None and token not in words:
+        raise UsageError(f"{place} holds {', '.join(words)}, and not {token}.")
+    return [
+        Word(own, rows, path, stem.with_name(file_name(own))) for own, rows in words.items() if token in (None, own)
+    ]
 
 
 def load_embedding(path: Path) -> tuple[str, torch.Tensor]:
+    """Read an embedding file of one word, as `load_embeddings` does.
+
+    Raises:
+        IcomError: as there, or it holds several words.
+    """
+    words = load_embeddings(path)
+    if len(words) > 1:
+        raise IcomError(f"{path} holds several words ({', '.join(words)}): take the file of one of them.")
+    ((token, rows),) = words.items()
+    return token, rows
+
+
+def load_embeddings(path: Path) -> dict[str, torch.Tensor]:
     """Read an embedding file in any of the known layouts.
 
-    Safetensors or pickled (of which only tensors and plain containers are read): {token: rows}, as diffusers writes;
-    A1111's `string_to_param`; kohya's `emb_params`; a list of such; bare rows. Rows may be 1-D and of any float type.
+    Safetensors or pickled (of which only tensors and plain containers are read): {token: rows}, as diffusers writes,
+    or several of them, as `save_embeddings` does; A1111's `string_to_param`; kohya's `emb_params`; a list of such; bare
+    rows. Rows may be 1-D and of any float type.
 
     Returns:
-        (token, float32 rows of shape (vectors, width)). Where the file names no word, the file's name is it.
+        Token -> float32 rows of shape (vectors, width). Where the file names no word, the file's name is it.
 
     Raises:
         IcomError: missing, damaged, or no embedding for Stable Diffusion 1 or 2.
@@ -102,14 +152,40 @@ def load_embedding(path: Path) -> tuple[str, torch.Tensor]:
         raise IcomError(f"The embedding {path} {kind}. Name the learned_embeds.safetensors of a run.")
     if path.stat().st_size > _LARGEST:
         raise IcomError(f"{path} is too large for an embedding ({path.stat().st_size / 2**20:.0f} MB): a whole model?")
-    token, tensors = _words_in(_read(path), path)
+    content = _read(path)
+    if _is_of_several_words(content):
+        return {token: _checked([content[token]], path) for token in sorted(content)}
+    token, tensors = _words_in(content, path)
+    return {token or re.sub(r"\s+", "-", path.stem): _checked(tensors, path)}
+
+
+def _checked(tensors: list[torch.Tensor], path: Path) -> torch.Tensor:
+    """The rows of a word: float32 (vectors, width).
+
+    Raises:
+        IcomError: they are none.
+    """
     parts = [_rows(tensor, path) for tensor in tensors]
     if len(widths := {part.shape[1] for part in parts}) > 1:
         raise IcomError(f"{path} holds rows of several widths ({', '.join(map(str, sorted(widths)))}); expected one.")
     rows = torch.cat(parts)
     if not bool(torch.isfinite(rows).all()):
         raise IcomError(f"{path} holds numbers that are not finite: nothing can be drawn with it. Train it again.")
-    return token or re.sub(r"\s+", "-", path.stem), rows
+    return rows
+
+
+def _is_of_several_words(content: Any) -> bool:
+    """Whether it maps words to rows of one width, and not the names of a network's parameters, which have dots."""
+    if not isinstance(content, dict) or len(content) < 2:
+        return False
+    tokens = all(
+        isinstance(name, str) and name.split() == [name] and ("." not in name or name.startswith("<"))
+        for name in content
+    )
+    if not tokens or not {*_ENCODERS, *_NAMELESS}.isdisjoint(content):
+        return False
+    rows = [tensor for tensor in content.values() if isinstance(tensor, torch.Tensor) and tensor.dim() in (1, 2)]
+    return len(rows) == len(content) and len({tensor.shape[-1] for tensor in rows}) == 1
 
 
 def load_initial_rows(path: Path, vectors: int) -> torch.Tensor:

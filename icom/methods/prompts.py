@@ -45,8 +45,10 @@ def check_prompts(
     warnings: list[str] = []
     read = [_learned_tokens(tokenizer, prompt, warnings) for prompt in prompts]
     by_negative = _learned_tokens(tokenizer, negative_prompt or "", warnings)
+    said = by_negative.union(*read)
+    of_use = {word.path for word in words if word.token in said}
     for word in words:
-        if word.token not in by_negative.union(*read):
+        if word.path not in of_use:  # of a file with several words, one is enough
             raise UsageError(
                 f"{word.path} teaches {word.token}, and no prompt says it: it would have no effect. Write it as it "
                 f'stands here, as in --prompt "a photo of {word.token}", or drop that --embedding.'
@@ -65,7 +67,12 @@ def _learned_tokens(tokenizer: CLIPTokenizer, prompt: str, warnings: list[str]) 
     """The learned tokens that the text encoder gets of a prompt; what is cut off is added to the warnings."""
     from diffusers.loaders import TextualInversionLoaderMixin
 
-    for word in _LIKE_A_WORD.findall(prompt):
+    special = tokenizer.all_special_tokens
+    taught = {i: token for token, i in tokenizer.get_added_vocab().items() if token not in special}
+    rest = prompt
+    for token in sorted(taught.values(), key=len, reverse=True):  # which may have what looks like a word in it
+        rest = rest.replace(token, " ")
+    for word in _LIKE_A_WORD.findall(rest):
         if len(tokenizer.encode(word, add_special_tokens=False)) != 1:
             raise UsageError(
                 f"The prompt {prompt!r} says {word}, which nothing teaches: it would have no effect. Name its file "
@@ -74,17 +81,15 @@ def _learned_tokens(tokenizer: CLIPTokenizer, prompt: str, warnings: list[str]) 
     text = TextualInversionLoaderMixin().maybe_convert_prompt(prompt, tokenizer)
     encoded = tokenizer(text, return_offsets_mapping=True)
     ids, spans = encoded.input_ids, encoded.offset_mapping
-    special = tokenizer.all_special_tokens
-    learned = {i: token for token, i in tokenizer.get_added_vocab().items() if token not in special}
     for token_id, (start, end) in zip(ids, spans, strict=True):
-        if token_id in learned and (_joined(text, start) or _joined(text, end)):
+        if token_id in taught and (_joined(text, start) or _joined(text, end)):
             raise UsageError(
-                f"In the prompt {prompt!r} the learned word {learned[token_id]} is read inside another word. Name it "
-                f"anew, as in --embedding FILE={suggestion(learned[token_id])}."
+                f"In the prompt {prompt!r} the learned word {taught[token_id]} is read inside another word. Name it "
+                f"anew, as in --embedding FILE={suggestion(taught[token_id])}."
             )
     kept = tokenizer.model_max_length - 1  # and the mark of the end
     limit = f"The text encoder reads {kept - 1} tokens"
-    lost = [learned[i] for i in ids if i in learned and i not in ids[:kept]]
+    lost = [taught[i] for i in ids if i in taught and i not in ids[:kept]]
     if lost:
         raise UsageError(
             f"{limit}, and {lost[0]} in the prompt {prompt!r} is beyond that: it would have no effect. Put it nearer "
@@ -92,7 +97,7 @@ def _learned_tokens(tokenizer: CLIPTokenizer, prompt: str, warnings: list[str]) 
         )
     if len(ids) > kept + 1:
         warnings.append(f"{limit}; of the prompt {prompt!r} this is left out: {text[spans[kept][0] :]!r}.")
-    return {learned[i] for i in ids if i in learned}
+    return {taught[i] for i in ids if i in taught}
 
 
 def _joined(text: str, position: int) -> bool:

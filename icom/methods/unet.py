@@ -11,11 +11,10 @@ import torch
 
 from icom.data.crops import WORDS, crop
 from icom.data.records import Latents, Record
-from icom.data.sampling import raw_words
-from icom.errors import IcomError
+from icom.data.sampling import UNIFORM, Stream, TimestepSampling, noises, raw_words
 from icom.models.loading import configuration
 from icom.models.parts import VAE, Conditioning
-from icom.training.objective import diffusion_loss
+from icom.training.objective import changed_schedule, diffusion_loss, with_zero_snr
 
 if TYPE_CHECKING:
     from diffusers import DDPMScheduler
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from icom.config.finetune import FinetuneConfig
     from icom.data.encode import Encoders
     from icom.models.loading import ModelSource
-
-_SAMPLE, _VALIDATION = 6, 7  # families of random streams; icom.data.sampling and icom.data.order have those before
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,9 @@ class Sampler:
 
     Attributes:
         timesteps: of the noise schedule.
-        validation: samples that are the same each time: the middle of the picture, its caption, noise of their own.
+        validation: samples that are the same each time: the middle of the picture, its caption, noise of their own,
+            all timesteps.
+        timestep_sampling: which timesteps the others have.
     """
 
     seed: int
@@ -66,10 +65,11 @@ class Sampler:
     interpolation: Any
     caption_dropout_rate: float
     validation: bool = False
+    timestep_sampling: TimestepSampling = UNIFORM
 
     def __call__(self, sample: int, record: Record) -> Prepared:
         """Prepare one; threads call it."""
-        family = _VALIDATION if self.validation else _SAMPLE
+        family = Stream.VALIDATION if self.validation else Stream.UNET_SAMPLE
         words = raw_words(self.seed, family, sample, count=WORDS + 3)
         dropped = not self.validation and float(words[WORDS]) < self.caption_dropout_rate * 2.0**64
         place = [int(word) for word in words[:WORDS]]
@@ -87,7 +87,7 @@ class Sampler:
         return Prepared(
             "" if dropped else record.caption,
             dropped,
-            int(words[WORDS + 1] % np.uint64(self.timesteps)),
+            (UNIFORM if self.validation else self.timestep_sampling).draw(words[WORDS + 1], self.timesteps),
             int(words[WORDS + 2] >> np.uint64(1)),
             pixels,
             None if record.latents is None else record.latents.choose(place, random_flip=random_flip),
@@ -101,15 +101,18 @@ class Objective:
     Attributes:
         noise_scheduler: with the run's kind of prediction and noise schedule.
         scaling_factor, shift_factor: of the VAE's latents.
-        noise_offset: scale of noise that is the same for all pixels of a channel.
+        noise_offset, input_perturbation: see `noises`.
         snr_gamma: see `diffusion_loss`.
+        encodes: whether the network encodes the captions itself (`icom.methods.text_encoder.Together`).
     """
 
     noise_scheduler: DDPMScheduler
     scaling_factor: float
     shift_factor: float
     noise_offset: float
+    input_perturbation: float
     snr_gamma: float | None
+    encodes: bool = False
 
     def loss(
         self,
@@ -122,45 +125,62 @@ class Objective:
         """The mean loss of a batch, float32 scalar.
 
         Args:
-            network: the UNet, or what wraps it.
+            network: the UNet, with the text encoder where `encodes`, or what wraps it.
             batch: of one kind of records.
             encoders: for those with pictures.
-            empty: the states of the empty caption, (tokens, width), for those with latents.
+            empty: the states of the empty caption, (tokens, width), for latents that were made before anybody knew
+                whose caption is dropped.
             to: the device and precision.
         """
         if encoders is not None:
-            pixels = [one.pixels for one in batch if one.pixels is not None]
-            with to.autocast():
-                states = encoders.states([one.caption for one in batch])
-            mean, std = (part.cpu() for part in encoders.encode(torch.stack(pixels)))
+            mean, std, states = encode(encoders, batch, to, ids=self.encodes)
         else:
             kept = [one.latents for one in batch if one.latents is not None]
             mean, std = torch.stack([one.mean for one in kept]), torch.stack([one.std for one in kept])
-            assert empty is not None
             states = torch.stack(
-                [empty if one.dropped else latents.states for one, latents in zip(batch, kept, strict=True)]
+                [
+                    latents.states if empty is None or not one.dropped else empty
+                    for one, latents in zip(batch, kept, strict=True)
+                ]
             )
-        draws = [self._noises(one.noise_seed, tuple(mean.shape[1:])) for one in batch]
-        of_vae, of_diffusion = (torch.stack(parts) for parts in zip(*draws, strict=True))
+        shape = tuple(mean.shape[1:])
+        draws = [noises(one.noise_seed, shape, self.noise_offset, self.input_perturbation) for one in batch]
+        of_vae, of_diffusion, added = (torch.stack(parts) for parts in zip(*draws, strict=True))
         latents = (mean + std * of_vae - self.shift_factor) * self.scaling_factor
         with to.autocast():
             return diffusion_loss(
                 network,
                 self.noise_scheduler,
-                latents.to(to.device, memory_format=torch.channels_last),
-                of_diffusion.to(to.device, memory_format=torch.channels_last),
+                latents.to(to.device, memory_format=to.training_layout),
+                of_diffusion.to(to.device, memory_format=to.training_layout),
                 torch.tensor([one.timestep for one in batch], device=to.device),
-                Conditioning(states.to(to.device, to.dtype)),
+                Conditioning(states.to(to.device, states.dtype if self.encodes else to.dtype)),
                 self.snr_gamma,
+                added.to(to.device, memory_format=to.training_layout) if self.input_perturbation else None,
             )
 
-    def _noises(self, seed: int, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Standard normal noise of the VAE's posterior, and that of the diffusion; on the CPU, so the same anywhere."""
-        generator = torch.Generator().manual_seed(seed)
-        of_vae, of_diffusion = torch.randn(2, *shape, generator=generator)
-        if self.noise_offset:
-            of_diffusion = of_diffusion + self.noise_offset * torch.randn(shape[0], 1, 1, generator=generator)
-        return of_vae, of_diffusion
+
+def encode(
+    encoders: Encoders, batch: Sequence[Prepared], to: Backend, *, ids: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What the frozen encoders make of a batch of pictures.
+
+    Args:
+        encoders: on the device.
+        batch: samples with pixels.
+        to: the device and precision.
+        ids: the text encoder is not frozen, and gets its tokens elsewhere.
+
+    Returns:
+        mean and std of the VAE's posterior, float32 on the CPU (batch, channels, height / 8, width / 8), not scaled;
+        the text encoder's states, (batch, tokens, width), in its precision on the device; or its tokens.
+    """
+    pixels = [one.pixels for one in batch if one.pixels is not None]
+    captions = [one.caption for one in batch]
+    with to.autocast():
+        states = encoders.ids(captions) if ids else encoders.states(captions)
+    mean, std = (part.cpu() for part in encoders.encode(torch.stack(pixels)))
+    return mean, std, states
 
 
 def objective_of(config: FinetuneConfig, source: ModelSource, noise_scheduler: DDPMScheduler) -> Objective:
@@ -169,24 +189,17 @@ def objective_of(config: FinetuneConfig, source: ModelSource, noise_scheduler: D
     Raises:
         IcomError: zero-terminal SNR with a model that predicts noise.
     """
-    changed: dict[str, Any] = {}
     if config.prediction_type:
-        changed["prediction_type"] = config.prediction_type
+        noise_scheduler = changed_schedule(noise_scheduler, prediction_type=config.prediction_type)
     if config.rescale_betas_zero_snr:
-        # Where nothing is left of the picture, its noise is the input itself, and nothing is learned from it.
-        if (config.prediction_type or noise_scheduler.config["prediction_type"]) != "v_prediction":
-            raise IcomError(
-                "--rescale_betas_zero_snr needs a UNet that predicts velocity: add --prediction_type v_prediction, or "
-                "drop it."
-            )
-        changed |= {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
-    if changed:
-        noise_scheduler = type(noise_scheduler).from_config(noise_scheduler.config, **changed)
+        noise_scheduler = with_zero_snr(noise_scheduler, "add --prediction_type v_prediction, or drop it")
     values = configuration(source, VAE)
     return Objective(
         noise_scheduler,
         float(values["scaling_factor"]),
         float(values.get("shift_factor") or 0.0),
         config.noise_offset,
+        config.input_perturbation,
         config.snr_gamma,
+        config.train_text_encoder,
     )

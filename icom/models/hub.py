@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import logging
 import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from icom.errors import IcomError, UsageError
 from icom.models.parts import PARTS
 
 RESULTS = (
-    *("README.md", "config.yaml", "comparison.png", "loss.png"),
+    *("README.md", "config.yaml", "comparison.png", "samples.png", "loss.png"),
     *("learned_embeds.safetensors", "learned_embeds-steps-*.safetensors", "learned_embeds.bin"),
 )
-"""What of --output_dir is uploaded. A list of what goes, not of what stays: the folder may hold anything else."""
+"""What of textual inversion's --output_dir is uploaded. Lists of what goes, not of what stays: the folder may hold
+anything else."""
 
 PIPELINE = ("model_index.json", "scheduler/*", "tokenizer/*", *(f"{part.name}/*" for part in PARTS))
-"""What --save_as_full_pipeline adds."""
+"""A whole pipeline, and nothing else that lies beside it."""
 
 
 def create_repository(name: str, token: str | None) -> str:
@@ -60,14 +62,14 @@ def create_repository(name: str, token: str | None) -> str:
     return repository
 
 
-def upload(folder: Path, repository: str, token: str | None, *, pipeline: bool) -> str:
-    """Upload the results in `folder` (no checkpoints, no logs).
+def upload(folders: Mapping[Path, Sequence[str]], repository: str, token: str | None, message: str) -> str:
+    """Upload results to the top of a repository (no checkpoints, no logs).
 
     Args:
-        folder: --output_dir.
+        folders: folder -> patterns of what goes.
         repository: from `create_repository`.
         token: None for the stored one.
-        pipeline: whether the whole pipeline was saved too.
+        message: of the commits, one for each folder.
 
     Returns:
         The address of the repository.
@@ -78,20 +80,20 @@ def upload(folder: Path, repository: str, token: str | None, *, pipeline: bool) 
     from huggingface_hub import HfApi
 
     api = HfApi(token=token)
-    files = [*RESULTS, *(PIPELINE if pipeline else ())]
     try:
-        api.upload_folder(
-            repo_id=repository,
-            folder_path=folder,
-            commit_message="Textual inversion with icom",
-            allow_patterns=files,
-        )
+        for folder, files in folders.items():
+            api.upload_folder(
+                repo_id=repository, folder_path=folder, commit_message=message, allow_patterns=list(files)
+            )
     except Exception as error:
         # Whatever it was: training is done, and the user has to hear that nothing of it is lost.
-        again = ["hf", "upload", repository, str(folder), ".", *(f"--include={pattern}" for pattern in files)]
+        again = [
+            shlex.join(["hf", "upload", repository, str(folder), ".", *(f"--include={pattern}" for pattern in files)])
+            for folder, files in folders.items()
+        ]
         raise IcomError(
-            f"The upload to {repository} failed ({_reason(error)}). Everything is in {folder}; try again (logged in "
-            f"with `hf auth login`):\n  {shlex.join(again)}"
+            f"The upload to {repository} failed ({_reason(error)}). Everything is in {', '.join(map(str, folders))}; "
+            "try again (logged in with `hf auth login`):\n  " + "\n  ".join(again)
         ) from error
     return f"{api.endpoint}/{repository}"
 

@@ -320,6 +320,12 @@ def _load_weights(part: Part, source: ModelSource, dtype: torch.dtype) -> Any:
             f"The weights of the {part.name} in {source.folder} do not fit its config.json: {len(wrong)} are missing "
             f"or of another shape ({wrong[0]}{', …' if wrong[1:] else ''}). Fetch the model again."
         )
+    # The loaders put the folder here, which is nobody's business where a pipeline is published.
+    name = source.name if is_hub_id(source.name) else ""
+    if part.library == "transformers":
+        module.config.name_or_path = name
+    else:
+        module.register_to_config(_name_or_path=name)
     return module
 
 

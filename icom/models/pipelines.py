@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from icom.config.generate import SAMPLER
 from icom.errors import IcomError
 from icom.models.checks import SCHEDULER
 from icom.models.kinds import read_json
 
 if TYPE_CHECKING:
-    from diffusers import StableDiffusionPipeline
+    from diffusers import DDPMScheduler, StableDiffusionPipeline
 
     from icom.models.loading import Model, ModelSource
 
@@ -25,7 +26,7 @@ SAMPLERS = {
 """Names that the field uses -> classes of `diffusers`."""
 
 
-def pipeline_of(model: Model, sampler: str = "dpm++") -> StableDiffusionPipeline:
+def pipeline_of(model: Model, sampler: str = SAMPLER) -> StableDiffusionPipeline:
     """A pipeline over the parts that are in memory already, without safety checker.
 
     Args:
@@ -71,6 +72,20 @@ def own_sampler(source: ModelSource) -> Any:
             "scheduler of this version of diffusers. Fetch it again, or take another."
         )
     return _sampler(sampler, config, source)
+
+
+def with_schedule_of(sampler: Any, noise_scheduler: DDPMScheduler) -> Any:
+    """A sampler for what was trained with a noise schedule or prediction that may not be the model's own.
+
+    Args:
+        sampler: of the model.
+        noise_scheduler: that was trained with.
+    """
+    given, own = noise_scheduler.config, sampler.config
+    if all(name not in own or own[name] == given.get(name) for name in ("prediction_type", "rescale_betas_zero_snr")):
+        return sampler
+    changed = ("prediction_type", "rescale_betas_zero_snr", "timestep_spacing")
+    return type(sampler).from_config(own, **{name: given[name] for name in changed if name in given and name in own})
 
 
 def _sampler(sampler: Any, config: Any, source: ModelSource) -> Any:

@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from icom.errors import IcomError, Stopped
+from icom.engine.memory import is_out_of_memory
+from icom.errors import IcomError, Stopped, TemporaryFailure
 from icom.parallel import environment, meeting
 from icom.parallel.alike import differences
 from icom.parallel.listening import refuse_newcomers
@@ -33,7 +34,8 @@ from icom.parallel.store import Forged, SignedStore
 from icom.signals import end_process
 
 _COLLECTIVE_TIMEOUT = timedelta(days=1)  # the watch knows better who is gone
-_LEAVE_SECONDS = 5.0
+_LEAVE_SECONDS = 15.0
+"""How long rank 0 stays for others to read why all end: one that was busy takes its going for a loss."""
 _BUCKET_BYTES = 25 * 2**20
 """As DistributedDataParallel's: from there on a message's size and not its number decides how long it takes."""
 
@@ -239,7 +241,7 @@ class Group:
         while not call.done.wait(0.05):
             if self._watch.problem:
                 raise self._ended(self._watch.problem)
-        if isinstance(call.error, RuntimeError):  # torch's own errors are that
+        if isinstance(call.error, RuntimeError) and not is_out_of_memory(call.error):  # torch's own errors are that
             raise self._ended(self._watch.why_broken(str(call.error))) from call.error
         if call.error:
             raise call.error
@@ -269,7 +271,10 @@ class Group:
         elif isinstance(error, IcomError):
             # Of what fails in one or in all, the first to say so tells the user.
             if self._lost is None:
-                self._watch.tell(RunProblem(f"{self.hosts[self.rank]} (rank {self.rank}): {error}", self.rank))
+                # Worth another try for the others, too; but rank 0 keeps the store, and is not gone while it speaks.
+                again = isinstance(error, TemporaryFailure) and not self.leads
+                lost = frozenset([self.rank] if again else [])
+                self._watch.tell(RunProblem(f"{self.hosts[self.rank]} (rank {self.rank}): {error}", self.rank, lost))
             error.told = True
         elif error is not None and self._lost is None:
             self._watch.tell(RunProblem(f"{self.hosts[self.rank]} (rank {self.rank}): {error!r}", self.rank))
@@ -381,8 +386,10 @@ def joined(place: Place) -> Iterator[Group]:
 
 def _get(store: SignedStore, key: str) -> bytes:
     """The value as soon as it is there. Not by waiting in the store: its timeout would have to be for ever."""
+    pause = 0.002
     while not store.check([key]):
-        time.sleep(0.002)
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)  # who is waited for may need this core
     return store.get(key)
 
 

@@ -61,7 +61,9 @@ def choose(
     return ("ddp" if verdict == "ddp" else "shard_grad_op"), why
 
 
-def wrap(unet: Any, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
+def wrap(
+    unet: Any, parallel: Parallel, dtype: torch.dtype, device: torch.device, layout: torch.memory_format
+) -> torch.nn.Module:
     """Make a network one of several processes'.
 
     Args:
@@ -69,13 +71,14 @@ def wrap(unet: Any, parallel: Parallel, dtype: torch.dtype, device: torch.device
         parallel: how.
         dtype: of the computation.
         device: of this process.
+        layout: of the convolutions' weights; FSDP takes contiguous ones alone.
 
     Returns:
         What to call in place of `unet`.
     """
     sharded: torch.nn.Module = unet
     if parallel in ("one", "ddp"):
-        unet.to(memory_format=torch.channels_last)  # FSDP takes contiguous weights alone
+        unet.to(memory_format=layout)
     if parallel == "one":
         return sharded
     if parallel == "ddp":
@@ -94,15 +97,28 @@ def wrap(unet: Any, parallel: Parallel, dtype: torch.dtype, device: torch.device
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": parallel == "full_shard", "mp_policy": policy}
     for part in unet.modules():
-        if type(part).__name__ in _UNITS:
+        if type(part).__name__ in UNITS:
             fully_shard(part, **options)
     # What a block needs is fetched while the one before it computes; FSDP2 does that by itself.
     fully_shard(unet, **options)
     return sharded
 
 
-_UNITS = {"BasicTransformerBlock", "ResnetBlock2D"}
+UNITS = {"BasicTransformerBlock", "ResnetBlock2D"}
 """diffusers' blocks whose weights are gathered together."""
+IN_FLIGHT = 6
+"""Copies of a unit that FSDP has at a time: what is gathered for this one and the next, gradients to be summed of this
+one and the one before, and what gloo makes of both."""
+
+
+def largest_unit(unet: torch.nn.Module) -> int:
+    """Numbers of the largest unit that is gathered together; what is in no block is one, too."""
+    blocks = [
+        sum(parameter.numel() for parameter in part.parameters())
+        for part in unet.modules()
+        if type(part).__name__ in UNITS
+    ]
+    return max([*blocks, sum(parameter.numel() for parameter in unet.parameters()) - sum(blocks)])
 
 
 def synchronise(network: torch.nn.Module, parallel: Parallel, *, now: bool) -> None:
@@ -113,9 +129,45 @@ def synchronise(network: torch.nn.Module, parallel: Parallel, *, now: bool) -> N
         network.set_requires_gradient_sync(now)  # type: ignore[operator]
 
 
+def parts(parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.nn.Parameter]:
+    """What an optimizer steps: this process's parts as plain tensors in the same memory; what is not sharded itself.
+
+    Given DTensors, a fused optimizer would work out in each step how all of its arguments are sharded, which takes
+    longer than the step of a small network.
+    """
+    return {name: _part(parameter) for name, parameter in parameters.items()}
+
+
+def hand_over(parameters: Mapping[str, torch.nn.Parameter], parts: Mapping[str, torch.nn.Parameter]) -> None:
+    """Move the gradients from parameters to the parts of them that an optimizer steps."""
+    for name, part in parts.items():
+        if part is not (parameter := parameters[name]):
+            part.data = _local(parameter.detach())  # FSDP may have moved it, in the first pass
+            part.grad = None if parameter.grad is None else _local(parameter.grad)
+            parameter.grad = None
+
+
 def local(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """This process's parts; of what is not sharded all."""
     return {name: _local(tensor.detach()) for name, tensor in tensors.items()}
+
+
+def rows(parameter: torch.Tensor) -> range:
+    """Those of a parameter's first dimension that this process has; of what is not sharded all."""
+    count = parameter.shape[0]
+    part = _local(parameter.detach()).shape[0]
+    if part == count:
+        return range(count)
+    from torch import distributed
+
+    first = min(count, distributed.get_rank() * -(-count // distributed.get_world_size()))  # as torch.chunk deals out
+    return range(first, first + part)
+
+
+@torch.no_grad()
+def put_rows(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy this process's part of a tensor, read from somewhere, to where it belongs."""
+    _local(target).copy_(value)
 
 
 def whole(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -125,21 +177,21 @@ def whole(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         tensor: a parameter, or something with a number for each number of it (a moment, a mean).
         like: the parameter.
     """
-    from torch.distributed.tensor import DTensor
+    mine = _local(tensor.detach())
+    if not _is_sharded(like) or mine.dim() == 0:  # a count of steps
+        return mine.cpu()
+    from torch import distributed
 
-    if not isinstance(like, DTensor):
-        return tensor.detach().cpu()
-    if not isinstance(tensor, DTensor):
-        if tensor.dim() == 0:  # a count of steps
-            return tensor.cpu()
-        tensor = DTensor.from_local(
-            tensor.to(like.device), like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
-        )
-    everything: torch.Tensor = tensor.detach().full_tensor().cpu()  # type: ignore[attr-defined]
-    return everything
+    # Plainly, and not by DTensors, which would work out for each of a thousand tensors how to do it.
+    each = -(-len(like) // distributed.get_world_size())
+    # On the parameter's device, where the processes exchange: a mean may be kept on the CPU.
+    padded = torch.zeros((each, *like.shape[1:]), dtype=mine.dtype, device=like.device)
+    padded[: len(mine)] = mine
+    everything = padded.new_empty((each * distributed.get_world_size(), *like.shape[1:]))
+    distributed.all_gather_into_tensor(everything, padded)
+    return everything[: len(like)].cpu()
 
 
-@torch.no_grad()
 def put(target: torch.Tensor, value: torch.Tensor, like: torch.Tensor) -> None:
     """Copy into a tensor of which this process has a part what all of it should be.
 
@@ -148,13 +200,18 @@ def put(target: torch.Tensor, value: torch.Tensor, like: torch.Tensor) -> None:
         value: all of it.
         like: the parameter.
     """
-    from torch.distributed.tensor import DTensor, distribute_tensor
+    mine = rows(like)
+    put_rows(target, value[mine.start : mine.stop] if value.dim() and _is_sharded(like) else value)
 
-    if isinstance(like, DTensor) and value.dim():
-        value = distribute_tensor(
-            value.to(like.device), like.device_mesh, like.placements, src_data_rank=None
-        ).to_local()
-    _local(target).copy_(value)
+
+def _is_sharded(parameter: torch.Tensor) -> bool:
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(parameter, DTensor)
+
+
+def _part(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    return torch.nn.Parameter(_local(parameter.detach())) if _is_sharded(parameter) else parameter
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

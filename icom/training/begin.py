@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
@@ -21,7 +22,19 @@ from icom.parallel import environment
 from icom.parallel.group import Group
 from icom.parallel.place import Place, choose_collectives
 from icom.training import tracking
-from icom.training.checkpoint import Identity, State, changes, find_checkpoint, mend_checkpoints, settings_of, versions
+from icom.training.checkpoint import (
+    Identity,
+    Saved,
+    State,
+    changes,
+    from_parts,
+    load_checkpoint,
+    load_shared,
+    settings_of,
+    to_document,
+    versions,
+)
+from icom.training.checkpoint_folders import find_checkpoint, mend_checkpoints
 from icom.training.lock import only_run_in
 
 if TYPE_CHECKING:
@@ -30,8 +43,8 @@ if TYPE_CHECKING:
     from icom.backends import Backend
 
 PLACES = {
-    *("train_data_dir", "pretrained_model_name_or_path", "tokenizer_name", "initial_embedding"),
-    *("output_dir", "logging_dir", "cache_dir"),
+    *("train_data_dir", "pretrained_model_name_or_path", "tokenizer_name", "initial_embedding", "caption_templates"),
+    *("class_data_dir", "output_dir", "logging_dir", "cache_dir"),
 }
 """Options that may differ between the machines of a run; what lies there is compared instead."""
 
@@ -45,10 +58,15 @@ class Start:
     reason: str
     reporters: list[str]
     output: Path
-    notes: list[str] = field(default_factory=list)
 
 
-def begin(config: RunOptions, group: Group, facts: Mapping[str, Mapping[str, object]], until_end: ExitStack) -> Start:
+def begin(
+    config: RunOptions,
+    group: Group,
+    facts: Mapping[str, Mapping[str, object]],
+    until_end: ExitStack,
+    folders: Sequence[Path] = (),
+) -> Start:
     """Choose what computes, agree with the other processes, connect to them, and take --output_dir.
 
     Args:
@@ -56,12 +74,13 @@ def begin(config: RunOptions, group: Group, facts: Mapping[str, Mapping[str, obj
         group: the processes.
         facts: what else all of them must have alike, by what it is: "The pictures".
         until_end: rank 0 holds the lock of --output_dir by it.
+        folders: of its runs, where it has several; the first with a checkpoint tells what `auto` meant then.
 
     Raises:
         UsageError: options that this machine cannot do.
         IcomError: the processes differ, or another run writes to --output_dir.
     """
-    precision, why = precision_of(config, group)
+    precision, why = precision_of(config, group, folders)
     backend, reason = backends.resolve(
         config.backend,
         precision,
@@ -88,6 +107,36 @@ def begin(config: RunOptions, group: Group, facts: Mapping[str, Mapping[str, obj
     return Start(backend, precision, reason, reporters, output)
 
 
+def read_checkpoint(config: RunOptions, output: Path, group: Group) -> Saved | None:
+    """The checkpoint that --resume_from_checkpoint names: rank 0's, as the others' machines have none.
+
+    Args:
+        config: the options.
+        output: --output_dir.
+        group: the processes.
+
+    Returns:
+        What it holds. Only rank 0's state has tensors; where a checkpoint is in parts, no state has.
+
+    Raises:
+        IcomError: there is no such checkpoint, or it is damaged.
+    """
+    if config.resume_from_checkpoint is None:
+        return None
+    folder = find_checkpoint(output, config.resume_from_checkpoint) if group.leads else None
+    if group.leads and folder is None:
+        print(f"icom: no checkpoint in {output} yet: starting anew.", file=sys.stderr)
+    named = folder and (folder.name if folder.parent == output else str(folder.absolute()))
+    named = group.broadcast((named or "").encode() if group.leads else None).decode()
+    if not named:
+        return None
+    if in_parts := load_shared(output / named, group):
+        return in_parts
+    saved = load_checkpoint(output / named) if group.leads else None
+    document = json.loads(group.broadcast(json.dumps(to_document(saved)).encode() if saved else None))
+    return saved or from_parts({}, document)
+
+
 def check_resumed(state: State, saved: Identity, now: Identity, steps: int) -> None:
     """Refuse to go on from another run's checkpoint.
 
@@ -112,7 +161,7 @@ def check_resumed(state: State, saved: Identity, now: Identity, steps: int) -> N
         )
 
 
-def precision_of(config: RunOptions, group: Group) -> tuple[Precision, str]:
+def precision_of(config: RunOptions, group: Group, folders: Sequence[Path] = ()) -> tuple[Precision, str]:
     """--mixed_precision, else what `accelerate launch` was configured with; for `auto` rank 0 decides for all.
 
     Returns:
@@ -124,7 +173,7 @@ def precision_of(config: RunOptions, group: Group) -> tuple[Precision, str]:
     """
     wanted = config.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     decided = group.broadcast(
-        json.dumps(_fast_precision(config, wanted, group.place)).encode() if group.leads else None
+        json.dumps(_fast_precision(config, wanted, folders, group.place)).encode() if group.leads else None
     )
     if wanted == "auto":
         precision, why = json.loads(decided)
@@ -134,13 +183,15 @@ def precision_of(config: RunOptions, group: Group) -> tuple[Precision, str]:
     return cast(Precision, wanted), ""
 
 
-def _fast_precision(config: RunOptions, wanted: str, place: Place) -> tuple[str, str]:
+def _fast_precision(config: RunOptions, wanted: str, folders: Sequence[Path], place: Place) -> tuple[str, str]:
     """What `auto` means: another precision would be another run than the checkpoint's, so that one is kept."""
     if wanted != "auto":
         return wanted, ""
     if config.resume_from_checkpoint is not None:
-        folder = find_checkpoint(Path(config.output_dir), config.resume_from_checkpoint)
-        if folder is not None:
+        for output in folders or [Path(config.output_dir)]:
+            folder = find_checkpoint(output, config.resume_from_checkpoint)
+            if folder is None:
+                continue
             precision: str = settings_of(folder)["mixed_precision"]
             return precision, f"{'fp32' if precision == 'no' else precision}: the checkpoint's"
     return backends.fast_precision(config.backend, config.cache_dir, place)
@@ -177,17 +228,19 @@ def make_optimizer(
         group: the processes: --scale_lr counts them.
         options: further ones of torch's.
     """
-    learning_rate = config.learning_rate
-    if config.scale_lr:
-        learning_rate *= config.train_batch_size * config.gradient_accumulation_steps * group.size
     return torch.optim.AdamW(
         parameters,
-        lr=learning_rate,
+        lr=learning_rate(config, group),
         betas=(config.adam_beta1, config.adam_beta2),
         weight_decay=config.adam_weight_decay,
         eps=config.adam_epsilon,
         **options,
     )
+
+
+def learning_rate(config: RunOptions, group: Group) -> float:
+    """The peak rate, which --scale_lr may multiply."""
+    return config.learning_rate * (config.samples_per_step(group.size) if config.scale_lr else 1)
 
 
 def make_schedule(

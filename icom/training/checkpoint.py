@@ -1,6 +1,7 @@
 """Checkpoints: everything from which a run goes on bit-exactly, in safetensors and JSON.
 
-A checkpoint is a folder `checkpoint-N` with `state.safetensors` (parameters, the optimizer's state) and `state.json`.
+A checkpoint is a folder `checkpoint-N` with `state.safetensors` (parameters, the optimizer's state), or in place of it
+a part from each process (icom/training/stored.py), and `state.json`.
 It is written under a temporary name, synced and renamed, and renamed before it is deleted: a folder of that name is
 complete, whenever the process is killed.
 """
@@ -8,32 +9,35 @@ complete, whenever the process is killed.
 from __future__ import annotations
 
 import functools
-import itertools
 import json
-import shlex
 import shutil
-import sys
-import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from icom.errors import IcomError
-from icom.files import ASIDE, file_digest, put_in_place, write_atomically, write_error, write_tensors
+from icom.files import file_digest, put_in_place, write_atomically, write_error, write_tensors
+from icom.training.checkpoint_folders import (
+    STATE,
+    TEMPORARY,
+    cannot_continue,
+    is_accelerates,
+    lacking,
+    list_checkpoints,
+    mend_checkpoints,
+)
+from icom.training.stored import WHOLE, Stored, file_names, part_name
 
-_TENSORS, _STATE = "state.safetensors", "state.json"
-_PARAMETER, _OPTIMIZER, _MEAN = "parameter/", "optimizer/", "mean/"
+if TYPE_CHECKING:
+    from icom.parallel.group import Group
+
+PARAMETER, OPTIMIZER, MEAN, BEST = "parameter/", "optimizer/", "mean/", "best/"
 """Begin the names of tensors."""
-_TEMPORARY = ".tmp"
-"""Ends the name of a folder that is not complete yet, or no longer wanted."""
-VALIDATION = "validation"
-"""The folder of validation pictures in --output_dir."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,8 @@ class State:
         choices: the backend's `choices` that led here.
         mean: name -> exponential mean of a parameter, where there is one.
         mean_updates: of it.
+        curve: (step, validation loss) so far, where textual inversion has one.
+        best: name -> a parameter at the step with the lowest loss of the curve.
     """
 
     step: int
@@ -74,6 +80,24 @@ class State:
     choices: dict[str, str] = field(default_factory=dict)
     mean: dict[str, torch.Tensor] = field(default_factory=dict)
     mean_updates: int = 0
+    curve: list[tuple[int, float]] = field(default_factory=list)
+    best: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Saved(NamedTuple):
+    """What a run goes on from.
+
+    Attributes:
+        state: where it goes on.
+        identity: of the run that wrote it.
+        settings: of that run.
+        stored: where the state's tensors are, if it has none.
+    """
+
+    state: State
+    identity: Identity
+    settings: dict[str, Any]
+    stored: Stored | None = None
 
 
 def save_checkpoint(output: Path, state: State, identity: Identity, settings: dict[str, Any]) -> Path:
@@ -88,142 +112,129 @@ def save_checkpoint(output: Path, state: State, identity: Identity, settings: di
     Raises:
         IcomError: disk full or folder not writable; earlier checkpoints are intact.
     """
-    document = to_document(state, identity) | {"config": settings, "versions": versions()}
-    target = output / f"checkpoint-{state.step}"
-    temporary = target.with_name(f".{target.name}{_TEMPORARY}")
+    document = to_document(Saved(state, identity, settings)) | {"versions": versions()}
+    with _new_folder(output, state.step) as folder:
+        write_tensors(folder / WHOLE, to_tensors(state))
+        document["sha256"] = file_digest(folder / WHOLE)
+        write_atomically(folder / STATE, json.dumps(document, indent=1).encode())
+    return output / f"checkpoint-{state.step}"
+
+
+def save_part(output: Path, state: State, identity: Identity, settings: dict[str, Any], group: Group) -> None:
+    """Write checkpoint-<step> together: each process its own part. It appears when all parts are there.
+
+    Args:
+        output: --output_dir, the same folder for all.
+        state: this process's rows.
+        identity, settings: as in `save_checkpoint`.
+        group: the processes.
+
+    Raises:
+        IcomError: as `save_checkpoint`, or a process is gone.
+    """
+    document = to_document(Saved(state, identity, settings)) | {"versions": versions()}
+    new = _new_folder(output, state.step) if group.leads else nullcontext(_temporary(output, state.step))
+    with new as folder:
+        group.wait_for_everyone()  # the folder is there
+        file = folder / part_name(group.rank, group.size)
+        try:
+            write_tensors(file, to_tensors(state))
+            mine = file_digest(file)
+        except OSError as error:
+            raise write_error(file, error) from error
+        digests = group.gather(mine.encode())
+        if group.leads:
+            document["parts"] = {part_name(rank, group.size): said.decode() for rank, said in enumerate(digests)}
+            write_atomically(folder / STATE, json.dumps(document, indent=1).encode())
+
+
+@contextmanager
+def _new_folder(output: Path, step: int) -> Iterator[Path]:
+    """A folder to write a checkpoint into: it gets its name when all is written."""
+    target, temporary = output / f"checkpoint-{step}", _temporary(output, step)
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
-        write_tensors(temporary / _TENSORS, to_tensors(state))
-        document["sha256"] = file_digest(temporary / _TENSORS)
-        write_atomically(temporary / _STATE, json.dumps(document, indent=1).encode())
+        yield temporary
         put_in_place(temporary, target)
     except OSError as error:
         mend_checkpoints(output)
         raise write_error(target, error) from error
-    shutil.rmtree(temporary, ignore_errors=True)  # what the target was before
-    return target
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # what the target was before
 
 
-def mend_checkpoints(output: Path) -> None:
-    """Finish what a process did not come to that was killed while it saved or deleted; no run may be writing.
-
-    Raises nothing: what cannot be mended is in nobody's way.
-    """
-    with suppress(OSError):
-        for aside in output.glob(f".checkpoint-*{ASIDE}"):
-            target = aside.with_name(aside.name[1:].removesuffix(ASIDE))
-            if target.exists():
-                shutil.rmtree(aside, ignore_errors=True)
-            else:
-                aside.rename(target)
-    for rest in output.glob(f".checkpoint-*{_TEMPORARY}"):
-        shutil.rmtree(rest, ignore_errors=True)
+def _temporary(output: Path, step: int) -> Path:
+    return output / f".checkpoint-{step}{TEMPORARY}"
 
 
-def delete_old_checkpoints(output: Path, keep: int, step: int) -> None:
-    """Delete all but the `keep` newest checkpoints and that of `step` (newer ones may lie there from before)."""
-    for old in list_checkpoints(output)[:-keep]:
-        if old.name != f"checkpoint-{step}":
-            rest = old.with_name(f".{old.name}{_TEMPORARY}")
-            with suppress(OSError):
-                old.rename(rest)
-                shutil.rmtree(rest, ignore_errors=True)
-
-
-def list_checkpoints(output: Path) -> list[Path]:
-    """Checkpoints of a run in order of step."""
-    found = [
-        path
-        for path in output.glob("checkpoint-*")
-        if path.is_dir() and path.name.removeprefix("checkpoint-").isdigit()
-    ]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")))
-
-
-def find_checkpoint(output: Path, wanted: str) -> Path | None:
-    """The folder that --resume_from_checkpoint names; None for `latest` where there is none.
-
-    Args:
-        output: --output_dir.
-        wanted: `latest` (the newest that is complete), a folder, or the name of a checkpoint in `output`.
-
-    Raises:
-        IcomError: no such folder, or none that is complete.
-    """
-    if wanted == "latest":
-        return _latest(output)
-    for candidate in (Path(wanted).expanduser(), output / wanted):
-        if candidate.is_dir():
-            return candidate
-    there = ", ".join(path.name for path in list_checkpoints(output)) or "none"
-    raise IcomError(
-        f"No such checkpoint: {wanted}. In {output}: {there}. Name another one or `latest`, or drop "
-        "--resume_from_checkpoint to start anew."
-    )
-
-
-def _latest(output: Path) -> Path | None:
-    """The newest complete checkpoint, with word of those that it passes over; None where there are none at all.
-
-    Raises:
-        IcomError: there are some, and none is complete.
-    """
-    there = list_checkpoints(output)
-    for folder in reversed(there):
-        lacking = _lacking(folder)
-        if not lacking:
-            return folder
-        what = "is a checkpoint of Accelerate" if _is_accelerates(folder) else f"is not complete (no {lacking})"
-        print(f"icom: passing over {folder}: it {what}.", file=sys.stderr)
-    if there and _is_accelerates(there[-1]):
-        raise _cannot_continue(there[-1])
-    if there:
-        raise IcomError(f"No checkpoint in {output} is complete. Drop --resume_from_checkpoint to start anew.")
-    return None
-
-
-def _lacking(folder: Path) -> str:
-    """What a folder lacks to be a complete checkpoint; empty if nothing."""
-    return " and no ".join(name for name in (_TENSORS, _STATE) if not (folder / name).is_file())
-
-
-def _is_accelerates(folder: Path) -> bool:
-    """Whether it is what `accelerator.save_state` writes, in diffusers' scripts for instance."""
-    theirs = ("optimizer.bin", "scheduler.bin", "random_states_0.pkl", "model.safetensors", "pytorch_model.bin")
-    return not (folder / _STATE).exists() and any((folder / name).exists() for name in theirs)
-
-
-def _cannot_continue(folder: Path) -> IcomError:
-    """What to do about a checkpoint of Accelerate's: the rows are in an embedding file beside it."""
-    beside = (f"learned_embeds-steps-{_step_of(folder)}", "learned_embeds")
-    files = [folder.parent / f"{stem}{kind}" for stem in beside for kind in (".safetensors", ".bin")]
-    file = next((path for path in files if path.is_file()), None)
-    advice = "There is no learned_embeds-steps-N.safetensors of that step beside it to start from."
-    if file:
-        words = ["--initial_embedding", str(file), "--output_dir", f"{folder.parent}-icom"]
-        advice = f"Start a new run from what it had learned, without --resume_from_checkpoint: {shlex.join(words)}"
-    return IcomError(
-        f"{folder} is a checkpoint of Accelerate, as diffusers' textual_inversion.py writes them: the whole text "
-        f"encoder and optimizer, in pickles, where icom keeps the rows alone. icom cannot go on from it. {advice}"
-    )
-
-
-def load_checkpoint(folder: Path) -> tuple[State, Identity]:
+def load_checkpoint(folder: Path) -> Saved:
     """Read a checkpoint and prove that it is whole.
 
     Raises:
         IcomError: a file is missing, truncated or altered, or it is another tool's; says what to use instead.
     """
-    if _is_accelerates(folder):
-        raise _cannot_continue(folder)
+    if is_accelerates(folder):
+        raise cannot_continue(folder)
+    check_files(folder)
+    with _damage_told(folder):
+        return from_parts(dict(Stored(folder)), json.loads((folder / STATE).read_text()))
+
+
+def load_shared(folder: Path, group: Group) -> Saved | None:
+    """A checkpoint in parts, without its tensors: each process reads those that it needs. All of them call it together.
+
+    Args:
+        folder: of the checkpoint.
+        group: each process proves some files to be whole.
+
+    Returns:
+        None where all is in one file.
+
+    Raises:
+        IcomError: as `load_checkpoint`, or this process does not see the folder.
+    """
+    if group.broadcast(b"%d" % _has_parts(folder) if group.leads else None) == b"0":
+        return None
+    if not group.leads and not (folder / STATE).is_file():
+        raise IcomError(
+            f"{group.hosts[group.rank]} (rank {group.rank}) does not see {folder}. A checkpoint in parts is read by "
+            "all processes: its folder has to be on a disk that all machines share, under one name."
+        )
+    check_files(folder, group.rank, group.size)
+    group.wait_for_everyone()
+    with _damage_told(folder):
+        return from_parts({}, json.loads((folder / STATE).read_text()))._replace(stored=Stored(folder))
+
+
+def _has_parts(folder: Path) -> bool:
+    return file_names(folder) != [WHOLE]
+
+
+def check_files(folder: Path, first: int = 0, every: int = 1) -> None:
+    """Prove that the files of a checkpoint are those that were written.
+
+    Args:
+        folder: of the checkpoint.
+        first, every: check file `first` of them, and so on.
+
+    Raises:
+        IcomError: one is missing, truncated or altered.
+    """
+    with _damage_told(folder):
+        document = json.loads((folder / STATE).read_text())
+        digests = document["parts"] if _has_parts(folder) else {WHOLE: document["sha256"]}
+        for name in sorted(digests)[first::every]:
+            if file_digest(folder / name) != digests[name]:
+                raise ValueError(f"{name} was altered or cut")
+
+
+@contextmanager
+def _damage_told(folder: Path) -> Iterator[None]:
     try:
-        document = json.loads((folder / _STATE).read_text())
-        if file_digest(folder / _TENSORS) != document["sha256"]:
-            raise ValueError(f"{_TENSORS} was altered or cut")
-        return from_parts(load_file(folder / _TENSORS), document)
+        yield
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        others = [path for path in list_checkpoints(folder.parent) if path.name != folder.name and not _lacking(path)]
+        others = [path for path in list_checkpoints(folder.parent) if path.name != folder.name and not lacking(path)]
         advice = f"Use --resume_from_checkpoint {others[-1].name}" if others else "Start without resuming"
         what = f"lacks {error}" if isinstance(error, KeyError) else str(error)
         raise IcomError(f"The checkpoint {folder} is damaged ({what}). {advice}.") from error
@@ -233,30 +244,36 @@ def settings_of(folder: Path) -> dict[str, Any]:
     """The configuration of the run that wrote a checkpoint.
 
     Raises:
-        IcomError: the checkpoint is damaged.
+        IcomError: what says it is damaged.
     """
-    load_checkpoint(folder)
-    settings: dict[str, Any] = json.loads((folder / _STATE).read_text())["config"]
-    return settings
+    if is_accelerates(folder):
+        raise cannot_continue(folder)
+    with _damage_told(folder):
+        settings: dict[str, Any] = json.loads((folder / STATE).read_text())["config"]
+        return settings
 
 
 def to_tensors(state: State) -> dict[str, torch.Tensor]:
     """The large part of a checkpoint."""
-    kept = {f"{_PARAMETER}{name}": tensor for name, tensor in state.parameters.items()}
+    kept = {f"{PARAMETER}{name}": tensor for name, tensor in state.parameters.items()}
     for name, of_parameter in state.optimizer.items():
-        kept |= {f"{_OPTIMIZER}{name}/{what}": tensor for what, tensor in of_parameter.items()}
-    return kept | {f"{_MEAN}{name}": tensor for name, tensor in state.mean.items()}
+        kept |= {f"{OPTIMIZER}{name}/{what}": tensor for what, tensor in of_parameter.items()}
+    kept |= {f"{MEAN}{name}": tensor for name, tensor in state.mean.items()}
+    return kept | {f"{BEST}{name}": tensor for name, tensor in state.best.items()}
 
 
-def to_document(state: State, identity: Identity) -> dict[str, Any]:
+def to_document(saved: Saved) -> dict[str, Any]:
     """The small part of a checkpoint, for JSON."""
+    state = saved.state
     small = {"step": state.step, "next_sample": state.next_sample, "choices": state.choices}
     if state.mean_updates:
         small["mean_updates"] = state.mean_updates
-    return small | {"identity": asdict(identity)}
+    if state.curve:
+        small["curve"] = state.curve
+    return small | {"identity": asdict(saved.identity), "config": saved.settings}
 
 
-def from_parts(tensors: Mapping[str, torch.Tensor], document: Mapping[str, Any]) -> tuple[State, Identity]:
+def from_parts(tensors: Mapping[str, torch.Tensor], document: Mapping[str, Any]) -> Saved:
     """What a checkpoint's parts were made of.
 
     Raises:
@@ -269,17 +286,21 @@ def from_parts(tensors: Mapping[str, torch.Tensor], document: Mapping[str, Any])
         moments = {what: tensors[what] for what in ("exp_avg", "exp_avg_sq")}
         optimizer["rows"] = {"step": torch.tensor(float(document["step"])), **moments}
     for key, tensor in tensors.items():
-        if key.startswith(_PARAMETER):
-            parameters[key.removeprefix(_PARAMETER)] = tensor
-        elif key.startswith(_OPTIMIZER):
-            name, _, what = key.removeprefix(_OPTIMIZER).rpartition("/")
+        if key.startswith(PARAMETER):
+            parameters[key.removeprefix(PARAMETER)] = tensor
+        elif key.startswith(OPTIMIZER):
+            name, _, what = key.removeprefix(OPTIMIZER).rpartition("/")
             optimizer.setdefault(name, {})[what] = tensor
-    mean = {key.removeprefix(_MEAN): tensor for key, tensor in tensors.items() if key.startswith(_MEAN)}
+    mean, best = (
+        {key.removeprefix(what): tensor for key, tensor in tensors.items() if key.startswith(what)}
+        for what in (MEAN, BEST)
+    )
+    curve = [(int(step), float(loss)) for step, loss in document.get("curve", [])]
     state = State(
         *(document["step"], document["next_sample"], parameters, optimizer, document["choices"]),
-        *(mean, document.get("mean_updates", 0)),
+        *(mean, document.get("mean_updates", 0), curve, best),
     )
-    return state, Identity(**document["identity"])
+    return Saved(state, Identity(**document["identity"]), document["config"])
 
 
 def changes(saved: Identity, now: Identity) -> list[str]:
@@ -298,47 +319,6 @@ def changes(saved: Identity, now: Identity) -> list[str]:
         if before != after:
             found.append(f"{name} (checkpoint {before}, now {after})")
     return found
-
-
-def set_aside(output: Path, step: int = 0) -> None:
-    """Move what another run left away, so that two runs never mix; nothing is deleted.
-
-    Args:
-        output: --output_dir.
-        step: the run goes on after it: embeddings and validation pictures up to there are its own, and so are all
-            checkpoints. 0: a new run, to which nothing belongs.
-    """
-    embeddings, validation = "learned_embeds-steps-*.safetensors", f"{VALIDATION}/step-*.png"
-    groups = {
-        "checkpoint(s)": [] if step else list_checkpoints(output),
-        "embedding(s)": [path for path in output.glob(embeddings) if _step_of(path) > step],
-        "validation picture(s)": [path for path in output.glob(validation) if _step_of(path) > step],
-    }
-    if not any(groups.values()):
-        return
-    folder = output / "earlier" / time.strftime("%Y%m%d-%H%M%S")
-    try:
-        for path in itertools.chain(*groups.values()):
-            target = folder / path.relative_to(output)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            path.rename(target)
-    except OSError as error:
-        raise write_error(folder, error) from error
-    moved = " and ".join(f"{len(paths)} {what}" for what, paths in groups.items() if paths)
-    if step:
-        print(f"icom: moved {moved} of steps after {step}, which are done again, to {folder}.", file=sys.stderr)
-    else:
-        print(
-            f"icom: moved {moved} of an earlier run to {folder} (to continue such a run: --resume_from_checkpoint "
-            "latest).",
-            file=sys.stderr,
-        )
-
-
-def _step_of(path: Path) -> int:
-    """N of checkpoint-N, learned_embeds-steps-N.safetensors and step-N.png; 0 if it is none of a run's."""
-    number = path.stem.rpartition("-")[2]
-    return int(number) if number.isdecimal() else 0
 
 
 @functools.cache

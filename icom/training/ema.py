@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from icom.config.objective import EmaOptions
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,12 @@ class Decay:
 def limit_of_half_life(steps: float) -> float:
     """The decay with which weights count half after so many updates."""
     return float(0.5 ** (1 / steps))
+
+
+def decay_of(config: EmaOptions) -> Decay:
+    """The decay that the options come to."""
+    limit = limit_of_half_life(config.ema_half_life) if config.ema_half_life else config.ema_decay
+    return Decay(limit, config.ema_warmup)
 
 
 @dataclass

@@ -6,8 +6,6 @@ import dataclasses
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from icom.commands.generate import draw
 from icom.data.encode import load_encoders
 from icom.data.records import DamagedRecord
@@ -15,8 +13,9 @@ from icom.errors import IcomError
 from icom.files import make_writable_folder
 from icom.models import loading, pipelines
 from icom.training import tracking
-from icom.training.checkpoint import VALIDATION
+from icom.training.checkpoint_folders import VALIDATION
 from icom.training.report import Metrics, grid, save_png
+from icom.training.validation import mean_loss, report
 
 if TYPE_CHECKING:
     from icom.methods.unet import Prepared, Sampler
@@ -37,15 +36,10 @@ def show(run: FinetuneRun, metrics: Metrics | None, step: int) -> None:
     config = run.config
     if step % config.validation_steps or not (run.held_back or config.validation_prompts):
         return
-    run.unet.eval()
+    run.trained.eval()
     with run.shown_weights():
         if run.held_back:
-            loss = run.group.attend(partial(_validation_loss, run))
-            numbers = torch.tensor([loss])
-            run.group.sum([numbers])
-            run.accelerator.log({"validation_loss": float(numbers[0])}, step=step)
-            if metrics:
-                metrics.add(step=step, loss=float(numbers[0]))
+            report(run, metrics, step, _validation_loss(run))
         if config.validation_prompts and (run.group.leads or run.parallel not in ("one", "ddp")):
             images = run.group.attend(partial(_draw, run))
             if run.group.leads:
@@ -53,21 +47,21 @@ def show(run: FinetuneRun, metrics: Metrics | None, step: int) -> None:
                 make_writable_folder(folder)
                 save_png(grid(images, columns=min(4, len(images))), folder / f"step-{step}.png")
                 tracking.log_pictures(run.accelerator, "validation", images, step)
-    run.unet.train()
+    run.trained.train()
 
 
-@torch.no_grad()
 def _validation_loss(run: FinetuneRun) -> float:
-    """This process's share of the mean loss over the samples held back."""
-    size, rank = run.group.size, run.group.rank
+    """The mean loss over the samples held back."""
     sampler = dataclasses.replace(run.sampler, validation=True)
-    total = 0.0
-    for first in range(0, len(run.held_back), size):
-        number = first + rank
-        prepared = _read(run, sampler, min(number, len(run.held_back) - 1))  # all compute: the UNet may be in parts
-        loss = run.objective.loss(run.unet, [prepared], run.encoders, run.empty, run.backend)
-        total += loss.item() if number < len(run.held_back) else 0.0
-    return total / len(run.held_back)
+    encoders = run.encoders
+    if encoders is None and run.data.kind == "pictures":  # workers have them, and are ahead
+        encoders = load_encoders(run.model, run.backend)
+
+    def loss_of(number: int) -> float:
+        prepared = _read(run, sampler, number)
+        return run.objective.loss(run.trained, [prepared], encoders, run.empty, run.backend).item()
+
+    return mean_loss(run.group, len(run.held_back), loss_of, run.backend.device)
 
 
 def _read(run: FinetuneRun, sampler: Sampler, number: int) -> Prepared:

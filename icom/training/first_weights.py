@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from icom.config.finetune import FinetuneConfig
 from icom.config.loading import read_yaml
 from icom.errors import IcomError, UsageError
+from icom.methods.text_encoder import split
 from icom.models import loading
 from icom.models.parts import TEXT_ENCODER, UNET, VAE
 from icom.training.checkpoint import load_checkpoint
@@ -93,8 +94,13 @@ def weights_in(folder: Path, unet: Any, *, mean: bool) -> dict[str, torch.Tensor
     folder = folder.expanduser()
     name = f"{UNET.weights}.safetensors"
     if (folder / "state.json").is_file():
-        state, _ = load_checkpoint(folder)
-        weights = state.mean if mean and state.mean else state.parameters
+        state = load_checkpoint(folder).state
+        weights, text_encoder = split(state.mean if mean and state.mean else state.parameters)
+        if text_encoder:
+            raise IcomError(
+                f"{folder} holds a text encoder that was trained together with its UNet. Start from the pipeline of "
+                "that run in place of the model (--pretrained_model_name_or_path OUTPUT/current_pipeline)."
+            )
     else:
         file = next((path for path in (folder / name, folder / UNET.name / name) if path.is_file()), None)
         if file is None:

@@ -62,7 +62,8 @@ def read_outcome(folder: Path) -> Outcome:
     training = training_of(settings)
     # Every run writes its config.yaml at its start, and the loss curve at its end.
     ended = last.is_file() and last.stat().st_mtime_ns >= config.stat().st_mtime_ns
-    done = step == steps and ended and (folder / training.result).exists()
+    may_end_before = settings.get("stop") == "auto"
+    done = (step == steps or may_end_before) and ended and (folder / training.result).exists()
     state = RUNNING if is_running(folder) else DONE if done else STOPPED if rows else BEGUN
     losses = [row["loss"] for row in rows[-RECENT:]]
     seconds = sum(row["seconds"] for row in rows)

@@ -8,6 +8,7 @@ import shlex
 import statistics
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,19 +17,30 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from icom.commands.generate import draw
+from icom.data.images import names_of
 from icom.errors import IcomError
 from icom.files import make_writable_folder, write_atomically
+from icom.methods.embedding import filled
 from icom.methods.embedding_file import OPENS_IN, named_by_file
 from icom.models import hub, loading, pipelines
 from icom.progress import progress
+from icom.report.page import PAGE, write_page
 from icom.training import tracking
-from icom.training.checkpoint import VALIDATION, State
+from icom.training.checkpoint import State
+from icom.training.checkpoint_folders import VALIDATION
+from icom.training.outcome import DONE
+from icom.training.pictures import say_pictures
 from icom.training.report import LOSS_CURVE, grid, loss_curve, model_card, save_png
+from icom.training.samples import SHEET, Samples
+from icom.training.stopping import chosen, verdict
+from icom.training.train_validation import Validation, take_best
 
 if TYPE_CHECKING:
+    from diffusers import DDPMScheduler
     from PIL import Image
 
-    from icom.methods import Method
+    from icom.methods.textual_inversion import TextualInversion
+    from icom.training.material import Material
     from icom.training.run import Run
 
 EMBEDDING = "learned_embeds.safetensors"
@@ -39,25 +51,43 @@ SAMPLES_PER_PICTURE = 27
 sample is a forward and a backward pass; decoding is the rest."""
 
 
-def say_start(run: Run, reason: str, state: State, repository: str | None) -> None:
-    """One line: what computes, what is trained, what came from the cache. Others: what is slow, what is uploaded."""
+def say_start(
+    run: Run, material: Material, reason: str, learned: str, state: State, repository: str | None = None
+) -> None:
+    """One line: what computes, what is trained, what came from the cache. Others: captions, what is slow, uploads.
+
+    Args:
+        run: as it begins.
+        material: its pictures and captions.
+        reason: why this backend computes.
+        learned: what is trained, for people.
+        state: where it begins.
+        repository: for the upload.
+    """
     config, moments = run.config, run.moments
-    variants = moments.mean.shape[0] * moments.mean.shape[1]
     over = f" over {run.group.collectives}" if run.group.collectives else ""
     resumed = f" · resumed after step {state.step}" if state.step else ""
     print(
-        f"icom: {run.backend.describe()} ({reason}) · {run.method.describe()} · "
-        f"latent cache {moments.hits}/{variants} hits · "
+        f"icom: {run.backend.describe()} ({reason}) · {learned} · "
+        f"latent cache {moments.hits}/{moments.variants} hits · "
         f"total batch {run.samples_per_step} ({config.train_batch_size} x {run.group.size} processes{over} x "
         f"{config.gradient_accumulation_steps} accumulated) · seed {config.seed}{resumed}",
         flush=True,
     )
+    if run.method.captions.source:
+        said = filled(run.method.captions.of(run.stream[0]), *([word.placeholder_token] for word in config.words))
+        print(f"icom: captions: {run.method.captions.source}; the first sample's: {said}", flush=True)
+    if run.method.cut:
+        print(
+            f"icom: the text encoder does not read the ends of captions ({names_of(run.method.cut)}).", file=sys.stderr
+        )
     if advice := run.backend.advice():
         print(f"icom: {advice}", file=sys.stderr)
     if repository:
         what = "the embedding, the whole pipeline" if config.save_as_full_pipeline else "the embedding"
         without = "" if config.save_as_full_pipeline else " The whole pipeline: with --save_as_full_pipeline."
         print(f"icom: at the end {what} and the model card go to {repository} on the Hub.{without}", flush=True)
+    say_pictures(material.pictures, moments, config)
 
 
 def validate(run: Run, step: int) -> None:
@@ -73,51 +103,91 @@ def validate(run: Run, step: int) -> None:
     tracking.log_pictures(run.accelerator, "validation", images, step)
 
 
-def finish(
-    run: Run,
-    initial: dict[str, torch.Tensor],
-    rows: list[dict[str, Any]],
-    repository: str | None,
-    steps: int,
-    began: float,
-) -> None:
-    """Write the results, then say where they are and how to use them.
+@dataclass(frozen=True)
+class Learned:
+    """A run at its end.
 
-    Args:
-        run: at its end.
+    Attributes:
+        run: the run.
         initial: what its parameters started from.
         rows: its metrics.
-        repository: for the upload.
-        steps: done by this process; 0 after a resume at the end.
-        began: time.monotonic() of the start.
+        last: the step that it ended after.
+        after_step: this process began there.
+        validation: of the run, where it had one.
+        samples: that it drew.
     """
+
+    run: Run
+    initial: dict[str, torch.Tensor]
+    rows: list[dict[str, Any]]
+    last: int
+    after_step: int
+    validation: Validation | None
+    samples: Samples | None
+
+
+def write_results(learned: Learned) -> list[str]:
+    """Write what people take from a run: the embedding, pictures, curves, the model card, the page.
+
+    Returns:
+        Names of the pictures, which lie in --output_dir.
+
+    Raises:
+        IcomError: the disk is full.
+    """
+    run, rows, validation = learned.run, learned.rows, learned.validation
     config, output = run.config, run.output
-    token = config.placeholder_token
+    learned_at = _put_learned(run, validation, learned.last)
     run.method.save(output / EMBEDDING)
+    run.method.save_one_by_one(output)
     if config.no_safe_serialization:
         buffer = io.BytesIO()
         torch.save(load_file(output / EMBEDDING), buffer)
         write_atomically(output / "learned_embeds.bin", buffer.getvalue())
-    loss_curve(rows, output / LOSS_CURVE)
+    loss_curve(rows, output / LOSS_CURVE, validation.curve if validation else ())
     pictures = [LOSS_CURVE]
+    if learned.samples:
+        learned.samples.draw(learned_at)  # where it ended elsewhere than at the step that is kept
+        pictures.insert(0, SHEET)
     if count := _comparison_images(run, rows):
-        save_png(_comparison(run, initial, count), output / "comparison.png")
+        save_png(_comparison(run, learned.initial, count), output / "comparison.png")
         pictures.insert(0, "comparison.png")
     card = model_card(
-        token=token,
+        token=config.label,
         base_model=config.pretrained_model_name_or_path,
         learnable_property=config.learnable_property,
-        steps=config.max_train_steps or 0,
+        steps=learned_at,
         pictures=pictures,
     )
     write_atomically(output / "README.md", card.encode())
+    write_page(output, DONE)
+    return pictures
+
+
+def finish(learned: Learned, repository: str | None, began: float) -> None:
+    """Write the results, then say where they are and how to use them.
+
+    Args:
+        learned: the run.
+        repository: for the upload.
+        began: time.monotonic() of the start.
+
+    Raises:
+        IcomError: the disk is full, or the Hub cannot be reached.
+    """
+    pictures = write_results(learned)
+    run, last = learned.run, learned.last
+    config, output = run.config, run.output
+    token = config.label
     if config.save_as_full_pipeline:
-        source = run.model.source
+        source, noise_scheduler = run.model.source, run.model.noise_scheduler
+        run.prior = None
         del run.model  # frees the training copy before the full-precision one is loaded
-        _save_full_pipeline(source, output, run.method)
+        _save_full_pipeline(source, output, run.method, noise_scheduler)
     where = None
     if repository:
-        where = hub.upload(output, repository, config.hub_token, pipeline=config.save_as_full_pipeline)
+        files = [*hub.RESULTS, *run.method.own_files.values(), *(hub.PIPELINE if config.save_as_full_pipeline else ())]
+        where = hub.upload({output: files}, repository, config.hub_token, "Textual inversion with icom")
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     model = config.pretrained_model_name_or_path
@@ -125,10 +195,14 @@ def finish(
     arguments += ["--pretrained_model_name_or_path", model, "--resolution", str(config.resolution)]
     if config.mixed_precision != "no":
         arguments += ["--mixed_precision", str(config.mixed_precision)]
-    done = f"Learned {token}" if steps else f"Step {config.max_train_steps} was done already: wrote {token} again"
+    done = f"Learned {token}" if last > learned.after_step else f"Step {last} was done already: wrote {token} again"
     print(f"\n{done} in {time.monotonic() - began:.0f} s, peak memory {peak:.1f} GB. In {output}:")
-    print(f"  {EMBEDDING}  {OPENS_IN}")
-    print(f"    {named_by_file(token)}")
+    if several := run.method.own_files:
+        print(f"  {', '.join(several.values())}  each {OPENS_IN}; {EMBEDDING}: all of them, for icom")
+    else:
+        print(f"  {EMBEDDING}  {OPENS_IN}")
+        print(f"    {named_by_file(token)}")
+    print(f"  {PAGE}  all about this run on one page, for a browser")
     print(f"  {', '.join(pictures)}, metrics.jsonl, config.yaml (runs this again: icom train --config)")
     if config.save_as_full_pipeline:
         print("  the whole pipeline (StableDiffusionPipeline.from_pretrained)")
@@ -142,6 +216,18 @@ def finish(
             '--train_data_dir FOLDER --placeholder_token "<mine>" --initializer_token toy '
             "--train_batch_size 1 --learning_rate 2e-3 --max_train_steps 1000 --mixed_precision auto"
         )
+
+
+def _put_learned(run: Run, validation: Validation | None, last: int) -> int:
+    """Put the rows that people get into the parameters, and say how they were chosen; the step that they are of."""
+    if validation:
+        took = f"; {len(validation.curve)} times it took {validation.seconds:.1f} s" if validation.seconds else ""
+        print(f"icom: {verdict(validation.curve, stopped=validation.learned)}{took}.", flush=True)
+        if run.config.stop:
+            take_best(run, validation)
+            return chosen(validation.curve)[0]
+    run.rows.put_shown()
+    return last
 
 
 def _comparison_images(run: Run, rows: list[dict[str, Any]]) -> int:
@@ -191,11 +277,12 @@ def _comparison(run: Run, initial: dict[str, torch.Tensor], count: int) -> Image
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(values[name])
-        images += _draw(run, f"a {kind} {config.placeholder_token}", seeds, f"pictures {when}")
+        images += _draw(run, f"a {kind} {config.label}", seeds, f"pictures {when}")
     return grid(images, columns=len(seeds))
 
 
 def _draw(run: Run, prompt: str, seeds: list[int], what: str) -> list[Image.Image]:
+    run.method.activate(run.model)
     pipeline = pipelines.pipeline_of(run.model)
     resolution = run.config.resolution
     with run.backend.autocast():
@@ -205,10 +292,13 @@ def _draw(run: Run, prompt: str, seeds: list[int], what: str) -> list[Image.Imag
         ]
 
 
-def _save_full_pipeline(source: loading.ModelSource, output: Path, method: Method) -> None:
+def _save_full_pipeline(
+    source: loading.ModelSource, output: Path, method: TextualInversion, noise_scheduler: DDPMScheduler
+) -> None:
     """The model as it was, in float32, plus what was learned: loads with StableDiffusionPipeline.from_pretrained."""
     model = loading.load(source, torch.float32)
     pipeline = pipelines.pipeline_of(model, sampler="model")
+    pipeline.scheduler = pipelines.with_schedule_of(pipeline.scheduler, noise_scheduler)
     method.add_to(pipeline)
     try:
         pipeline.save_pretrained(output, safe_serialization=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from PIL import Image, ImageDraw
@@ -291,7 +291,8 @@ NAMES: dict[str, Thing] = {
     }.items()
 }
 """Nouns of the world: one word that means colour, pattern and shape at once, as real nouns do."""
-_KINDS = {thing: name for name, thing in NAMES.items()}
+KINDS = {thing: name for name, thing in NAMES.items()}
+"""Thing -> its noun, where it has one."""
 
 GENERIC = ("object", "thing", "toy")
 """Words that stand for any object."""
@@ -299,7 +300,7 @@ GENERIC = ("object", "thing", "toy")
 
 def random_scene(rng: random.Random, things: list[Thing]) -> Scene:
     """Any scene with one of `things`; every second one has a name of its own, if `things` has such."""
-    named = [thing for thing in things if thing in _KINDS]
+    named = [thing for thing in things if thing in KINDS]
     thing = rng.choice(named if named and rng.random() < 0.5 else things)
     return Scene(
         thing,
@@ -310,13 +311,19 @@ def random_scene(rng: random.Random, things: list[Thing]) -> Scene:
     )
 
 
-def describe(scene: Scene, rng: random.Random) -> str:
-    """One of many true captions: attributes are left out at random, so that each word learns its own meaning."""
+def describe(scene: Scene, rng: random.Random, kinds: Mapping[Thing, str] = KINDS) -> str:
+    """One of many true captions: attributes are left out at random, so that each word learns its own meaning.
+
+    Args:
+        scene: what the picture shows.
+        rng: what chooses.
+        kinds: nouns of things.
+    """
     thing = scene.thing
     words = [scene.size] if rng.random() < 0.25 else []
     kind = rng.random()
-    if thing in _KINDS and kind < 0.55:
-        words.append(_KINDS[thing])
+    if thing in kinds and kind < 0.55:
+        words.append(kinds[thing])
     elif kind > 0.95:
         words.append(rng.choice(GENERIC))
     else:

@@ -74,21 +74,34 @@ SURFACE = {
             "engine",
             "collectives",
             "compile",
+            "enable_cuda_graph",
             "cache_dir",
-            "initial_embedding",
+            *("initial_embedding", "concepts_list", "instance_prompt", "further_words"),
+            *("caption_column", "caption_templates", "shuffle_caption", "keep_tokens", "caption_dropout_rate"),
+            *("with_prior_preservation", "class_data_dir", "class_prompt", "num_class_images", "prior_loss_weight"),
             "num_comparison_images",
             "config",
             "print_config",
             "on",
+            "validation_share",
+            "stop",
+            *("sample_prompts", "sample_every_n_steps", "sample_animation"),
         ),
+        *("rescale_betas_zero_snr", "snr_gamma", "noise_offset", "min_timestep", "max_timestep", "timestep_sampling"),
+        *("logit_mean", "logit_std", "optimizer", "max_grad_norm", "weight_decay_to_start", "preserve_embedding_norm"),
+        *("use_ema", "ema_decay", "ema_half_life", "ema_warmup"),
+        *("enable_bucket", "min_bucket_reso", "max_bucket_reso", "bucket_reso_steps", "bucket_no_upscale"),
+        *("random_crop", "crops_per_picture", "masked_loss", "alpha_mask", "unmasked_weight"),
     },
     "finetune": {
         *("pretrained_model_name_or_path", "tokenizer_name", "revision", "variant", "from_scratch", "weights_from"),
         *("train_data_dir", "index", "image_column", "caption_column", "idx_to_prompt", "filters", "max_train_samples"),
+        *("encoder_workers", "encoder_cpus", "encoder_gpus", "ray_address"),
         *("max_damaged_share", "shard_cache_gb", "resolution", "center_crop", "random_flip"),
-        *("image_interpolation_mode",),
+        *("image_interpolation_mode", "train_text_encoder"),
         *("dataloader_num_workers", "caption_dropout_rate", "prediction_type", "rescale_betas_zero_snr", "snr_gamma"),
         *("noise_offset", "train_batch_size", "gradient_accumulation_steps", "max_train_steps", "num_train_epochs"),
+        *("total_batch_size", "checkpoint_format", "input_perturbation", "tracker_project_name"),
         *("num_examples_to_see", "learning_rate", "scale_lr", "lr_scheduler", "lr_warmup_steps", "lr_num_cycles"),
         *("adam_beta1", "adam_beta2", "adam_weight_decay", "adam_epsilon", "max_grad_norm", "seed", "use_ema"),
         *("ema_decay", "ema_half_life", "ema_warmup", "offload_ema", "ema_from", "parallel", "backend", "engine"),
@@ -97,6 +110,7 @@ SURFACE = {
         *("checkpoints_total_limit", "save_only_most_recent", "resume_from_checkpoint", "report_to", "logging_dir"),
         *("validation_prompts", "validation_steps", "validation_epochs", "num_validation_samples", "push_to_hub"),
         *("hub_token", "hub_model_id", "config", "print_config", "on"),
+        *("min_timestep", "max_timestep", "timestep_sampling", "logit_mean", "logit_std"),
     },
     "generate": {
         *("embedding", "prompt", "prompts_file", "negative_prompt", "pretrained_model_name_or_path"),
@@ -123,6 +137,7 @@ SURFACE = {
             "revision",
             "variant",
         ),
+        *("encoder_workers", "encoder_cpus", "encoder_gpus", "ray_address"),
         *("output_dir", "resolution", "center_crop", "crops_per_picture", "random_flip", "image_interpolation_mode"),
         *("dtype", "format", "samples_per_shard", "seed", "part", "batch_size", "dataloader_num_workers", "backend"),
         *("mixed_precision", "config"),
@@ -130,11 +145,24 @@ SURFACE = {
     "inspect": {"checkpoint", "json"},
     "data verify": {"folder"},
     "data index": {"source", "output", "workers", "shard_cache_gb", "cache_dir"},
+    "data download": {
+        *("source", "output_dir", "url_column", "caption_column", "samples_per_shard", "part", "threads", "timeout"),
+        *("retries", "max_picture_mb", "max_failed_share", "user_agent", "allow_private_addresses", "cache_dir"),
+    },
+    "data pipeline": {
+        *("file", "output_dir", "launcher", "slurm", "download", "reorganise", "index", "precompute", "train", "stage"),
+        *("part", "state", "dry_run"),
+    },
+    "data reorganise": {
+        *("source", "output_dir", "samples_per_shard", "caption_column", "part", "max_damaged_share"),
+        *("shard_cache_gb", "cache_dir"),
+    },
     "evaluate": {
         *("embedding", "prompt", "prompts_file", "negative_prompt", "pretrained_model_name_or_path"),
         *("tokenizer_name", "revision", "variant", "seed", "scheduler", "num_inference_steps", "resolution"),
         *("mixed_precision", "backend", "engine", "num_images", "guidance_scales", "batch_size", "real_data_dir"),
         *("num_real_images", "image_column", "caption_column", "metrics", "inception_weights", "clip_model"),
+        *("train_data_dir", "image_encoder", "steps", "initializer_token"),
         "output_dir",
     },
     "demo": {"concept", "max_train_steps", "num_images", "backend", "seed", "output_dir"},
@@ -142,11 +170,12 @@ SURFACE = {
     "params": {"model", "json"},
     "bench": {
         *("arch", "compare", "resolution", "batch_size", "mixed_precision", "backend", "engine", "steps", "rounds"),
-        *("sweep", "sweep_batch_sizes", "ranks", "json"),
+        *("sweep", "sweep_batch_sizes", "ranks", "json", "method", "synthetic", "train_data_dir", "precomputed", "ema"),
+        *("workers", "gradient_checkpointing", "parallel", "enable_cuda_graph", "peak_tflops", "profile"),
     },
     "doctor": {"output_dir", "cache_dir", "json"},
     "launch mpirun": {"training_options", "hosts", "n", "ppn", "accelerate_config", "mpi", "dry_run"},
-    "report": {"folders", "json"},
+    "report": {"folders", "json", "html"},
     "launch slurm": {
         *("training_options", "nodes", "ppn", "cpus_per_task", "time", "partition", "account", "qos", "gpus_per_node"),
         *("exclusive", "array", "container_image", "container_mounts", "max_requeues", "sbatch", "dry_run", "wait"),
@@ -176,13 +205,19 @@ SURFACE = {
     "stop": {"cluster", "region", "profile", "wait_minutes"},
     "teardown": {"cluster", "region", "profile", "wait_minutes", "all_images", "yes"},
 }
+SURFACE["tune"] = SURFACE["train"] | {"learning_rates", "vectors"}
 """People's scripts rely on these: adding one means adding it here, removing one is a breaking change."""
 
 POSITIONAL = {
     "inspect": {"checkpoint"},
+    "train": {"further_words"},  # in files
+    "tune": {"further_words"},
     "finetune": {"filters"},  # filters.COLUMN=CONDITION
     "data precompute": {"filters"},
     "data verify": {"folder"},
+    "data download": {"source"},
+    "data pipeline": {"file", "slurm", "download", "reorganise", "index", "precompute", "train"},  # stage.OPTION=VALUE
+    "data reorganise": {"source"},
     "data index": {"source"},
     "convert": {"embedding"},
     "params": {"model"},
@@ -318,8 +353,9 @@ def test_bench_measures_and_writes_json(tmp_path: Path, icom: Icom) -> None:
     import json
 
     file = tmp_path / "bench.json"
-    arguments = "--arch tiny --compare reference --rounds 1 --steps 2 --mixed_precision no --json".split()
-    result = icom("bench", *arguments, str(file))
+    arguments = "--arch tiny --compare reference --rounds 1 --steps 2 --mixed_precision no --peak_tflops 2".split()
+    trace = tmp_path / "trace.json"
+    result = icom("bench", *arguments, "--profile", str(trace), "--json", str(file))
     assert result.code == 0
     measured = json.loads(file.read_text())
     ours, stock = measured["seconds_per_step"], measured["reference_seconds_per_step"]
@@ -333,6 +369,11 @@ def test_bench_measures_and_writes_json(tmp_path: Path, icom: Icom) -> None:
     assert 0 < measured["share_of_peak"] < 1
     assert 0.1 < measured["peak_memory_gb"] < 10
     assert measured["bytes_per_step"] == 4 * (128 + 1 + 2)  # gradient, loss, two processes' signals
+    work = sum(measured["gflop_per_step"].values()) / 1e3
+    assert measured["share_of_card_peak"] == pytest.approx(work / ours / 2)
+    names = [event["name"] for event in json.loads(trace.read_text())["traceEvents"] if event.get("cat") == "cpu_op"]
+    assert {"aten::convolution", "aten::convolution_backward"} <= set(names)
+    assert {path.name for path in tmp_path.iterdir()} == {"bench.json", "trace.json"}
 
 
 @pytest.mark.long

@@ -40,7 +40,7 @@ def test_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
     assert list(progress.progress("abc", "letters", "letter")) == ["a", "b", "c"]
     lines = capsys.readouterr().err.splitlines()
-    assert [line.split(" [")[0] for line in lines] == [f"letters: {n}/3" for n in (1, 2, 3, 3)]
+    assert [line.split(" [")[0] for line in lines] == [f"letters: {n}/3" for n in (1, 2, 3)]
 
     with pytest.raises(RuntimeError), progress.progress(None, "steps", "step", total=9, initial=2) as bar:
         raise RuntimeError

@@ -120,6 +120,7 @@ def test_unknown_extra_is_named(clone: Clone) -> None:
 # ---------------------------------------------------------------- conda or venv
 
 
+@pytest.mark.long
 def test_conda_is_used_where_there_is_one(clone: Clone) -> None:
     make_wheel(clone.wheels, "torch", TORCH)
     log, prefix = clone.add_conda()
@@ -259,6 +260,7 @@ def test_missing_test_tools_are_installed_by_root_and_named_to_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(downloads, "TEST_TOOLS", {"sh": "dash", "no-such-command": "no-such-package"})
+    monkeypatch.setattr(downloads, "BROWSER", {"sh": "dash"})
     called, apt = tmp_path / "called", tmp_path / "apt-get"
     apt.write_text(f'#!/bin/sh\necho "$@" >> {called}\n[ ! -e {tmp_path}/broken ] || exit 100\n')
     apt.chmod(0o755)
@@ -280,6 +282,9 @@ def test_missing_test_tools_are_installed_by_root_and_named_to_others(
     monkeypatch.setattr(downloads, "TEST_TOOLS", {"sh": "dash"})
     downloads.install_test_tools(env)
     assert capfd.readouterr().out == ""
+    monkeypatch.setattr(downloads, "BROWSER", {"no-such-browser": "no-such-package"})
+    downloads.install_test_tools(env)
+    assert "tests in a browser are skipped: no no-such-browser here" in capfd.readouterr().out
 
 
 # ---------------------------------------------------------------- the image

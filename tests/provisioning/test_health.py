@@ -102,6 +102,7 @@ def cover(host: Host, path: str | Path, text: str) -> None:
     assert done.returncode == 0, done
 
 
+@pytest.mark.long
 def test_login_shells_find_everything_and_are_told_once(nodes: Nodes) -> None:
     programs = [str(Path(sys.executable).parent / name) for name in ("icom", "accelerate", "mpirun", "python")]
     look = "command -v icom; command -v accelerate; command -v mpirun; command -v python"

@@ -22,6 +22,7 @@ LATE_RELOAD = '(sleep 1; kill -HUP "$(cat /run/sshd.pid)") > /dev/null 2>&1 < /d
 """A systemctl that has told sshd to reload when it returns, and sshd takes its time."""
 
 
+@pytest.mark.long
 def test_three_nodes_that_mpirun_can_use(box: Box, tmp_path: Path) -> None:
     box.install_in_base_image()
     box.put_command_in_base_image("systemctl", LATE_RELOAD)

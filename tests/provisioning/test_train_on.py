@@ -25,16 +25,17 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from icom.config.train import TrainConfig
 from icom.data.images import BUNDLED_CONCEPTS
-from icom.errors import UsageError
+from icom.errors import IcomError, UsageError
 from icom.models.loading import BUNDLE
 from provisioning.cluster import Node, role_names
 from provisioning.config import WhereConfig
 from provisioning.folder import ClusterFolder
 from provisioning.openssh import OpenSsh
 from provisioning.script import Script
-from provisioning.train_on import RemoteTraining, check_ready
-from tests.support.command import ROOT, Result
+from provisioning.train_on import RemoteTraining, _inputs, _options_there, check_ready
+from tests.support.command import ROOT, Result, long
 from tests.support.hosts import HOME, Cluster, Host, cluster
 from tests.support.mpi import ranks
 from tests.support.namespaces import Command
@@ -170,9 +171,11 @@ def be_cluster(box: Box) -> None:
 
 @pytest.fixture(scope="module")
 def photos(shared: Path) -> Path:
-    """The user's pictures, beside what is none of the nodes' business."""
+    """The user's pictures with their captions, beside what is none of the nodes' business."""
     folder = shared / "my photos"
     shutil.copytree(BUNDLED_CONCEPTS / "red-moon", folder)
+    for picture in sorted(folder.iterdir()):
+        picture.with_suffix(".txt").write_text(f"<concept> on sand, number {picture.stem}")
     (folder / ".hidden").write_text("no picture")
     return folder
 
@@ -202,6 +205,8 @@ def learned(box: Box, shared: Path, photos: Path, model: Path) -> Learned:
     (output / "notes").mkdir(parents=True)
     (output / "notes/mine.txt").write_text("stays")
     options = {"train_data_dir": photos, "pretrained_model_name_or_path": model, "checkpointing_steps": 2}
+    options["caption_templates"] = shared / "templates.txt"
+    options["caption_templates"].write_text("a photo of [filewords]\n[filewords], again")
     code, said = box.train(**options, output_dir=output)
     assert code == 0, said
     return Learned(options, output, said)
@@ -250,7 +255,7 @@ def test_inputs_are_on_all_nodes_byte_for_byte_and_travel_once(box: Box, learned
 
     expected = contents(photos, "*"), contents(BUNDLE, "*/*")
     assert list(there().values()) == [expected] * 3
-    assert "sending the pictures (5 files, " in learned.said
+    assert "sending the pictures (10 files, " in learned.said
     # A worker that was made anew gets what it lacks from the master; from here nothing of it is sent again.
     shutil.rmtree(box.nodes[2].path(HOME / "pushed"))
     first = {path: path.stat().st_ino for path in box.nodes[1].path(HOME / "pushed").rglob("*")}
@@ -324,12 +329,51 @@ def test_failing_training_gives_its_exit_code_and_message(box: Box, shared: Path
     assert "The training on box failed." in said
 
 
+def test_what_a_run_reads_is_what_travels(tmp_path: Path) -> None:
+    """Captions, templates, and pictures of the class where there are as many as the run wants."""
+    photos = tmp_path / "photos"
+    for folder, concept in (photos, "red-moon"), (tmp_path / "class", "blue-heart"):
+        shutil.copytree(BUNDLED_CONCEPTS / concept, folder)
+    (photos / "metadata.jsonl").write_text("".join(f'{{"file_name": "{i}.png", "text": "red"}}\n' for i in range(5)))
+    (tmp_path / "t.txt").write_text("a [name], [filewords]")
+    options = {name: OPTIONS[name] for name in ("placeholder_token", "initializer_token")}
+    options |= {"train_data_dir": str(photos), "caption_templates": str(tmp_path / "t.txt")}
+    options |= {
+        "with_prior_preservation": True,
+        "class_prompt": "a <concept>",
+        "class_data_dir": str(tmp_path / "class"),
+    }
+    found = _inputs(TrainConfig(**options, num_class_images=5))  # type: ignore[arg-type]
+    pictures = {f"{i}.png" for i in range(5)}
+    assert {option: {file.name for file in some.files} for option, some in found.items()} == {
+        "train_data_dir": {*pictures, "metadata.jsonl"},
+        "caption_templates": {"t.txt"},
+        "class_data_dir": pictures,
+    }
+    (tmp_path / "prompts.txt").write_text("a [name] --s 2\n# no prompt\n[name] at night\n")
+    config = TrainConfig(**options, num_class_images=5, sample_prompts=[str(tmp_path / "prompts.txt")])  # type: ignore[arg-type]
+    training = RemoteTraining(WhereConfig(cluster="box", region=None), "id", tmp_path / "out")
+    there = _options_there(config, _inputs(config), "/home/me", training)
+    assert there["caption_templates"].startswith("/home/me/pushed/") and there["output_dir"] == "/home/me/runs/id/out"
+    assert there["sample_prompts"] == ["a [name] --s 2", "# no prompt", "[name] at night"]
+    (tmp_path / "prompts.txt").write_text("[name] --x 2")
+    with pytest.raises(UsageError, match=r"prompts\.txt, line 1: there is no --x"):
+        _inputs(config)
+    with pytest.raises(UsageError, match="has 5 pictures, and --num_class_images is 6"):
+        _inputs(TrainConfig(**options, num_class_images=6))  # type: ignore[arg-type]
+    options["class_data_dir"] = str(tmp_path / "none")
+    assert "class_data_dir" not in _inputs(TrainConfig(**options))  # type: ignore[arg-type]
+    (photos / "5.txt").write_text("no picture")
+    with pytest.raises(IcomError, match=r"1: 5\.txt: captions without their pictures"):
+        _inputs(TrainConfig(**options))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"train_data_dir": "/tmp/nothing"}, "No such picture folder: /tmp/nothing"),
-        ({"train_data_dir": "bundled", "on": "other"}, "There is no cluster other in eu-central-1"),
-        ({"train_data_dir": "bundled", "pretrained_model_name_or_path": "./no"}, "No such model folder: ./no"),
+        long({"train_data_dir": "bundled", "on": "other"}, "There is no cluster other in eu-central-1"),
+        long({"train_data_dir": "bundled", "pretrained_model_name_or_path": "./no"}, "No such model folder: ./no"),
     ],
 )
 def test_what_is_wrong_here_is_said_before_anything_is_sent(
@@ -340,6 +384,7 @@ def test_what_is_wrong_here_is_said_before_anything_is_sent(
     assert message in said
 
 
+@pytest.mark.long
 def test_latest_of_a_cluster_that_is_gone_is_not_nothing(box: Box, shared: Path, photos: Path) -> None:
     """The checkpoints are here, but not on the new master."""
     (output := shared / "old").mkdir()

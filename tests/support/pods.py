@@ -55,20 +55,26 @@ class Pod:
     container: str
     store: Store
     refused: str = ""
+    _end: subprocess.Popen[str] | None = None
+    """Waits for its end. To ask podman again and again would take a core."""
+    _code: int | None = None
 
-    @property
-    def state(self) -> Object:
-        """podman's: Status, ExitCode, Pid, Error."""
-        state: Object = self.store.inspect("container", self.container)["State"]
-        return state
+    def wait_for_end(self) -> None:
+        """Have its end waited for."""
+        words = self.store.command("podman", "wait", self.container)
+        pipe = subprocess.PIPE
+        self._end = subprocess.Popen(words, env=self.store.env, stdout=pipe, stderr=pipe, text=True)
 
     @property
     def code(self) -> int | None:
         """The exit code; None while it runs. containerd's is 128 for a program that is not there (StartError)."""
         if self.refused:
             return 128
-        state = self.state
-        return int(state["ExitCode"]) if state["Status"] in ("exited", "stopped") else None
+        if self._end and self._end.poll() is not None:
+            said, complaint = self._end.communicate()
+            assert self._end.returncode == 0, complaint
+            self._end, self._code = None, int(said)
+        return self._code
 
     @property
     def log(self) -> str:
@@ -89,6 +95,9 @@ class Pod:
     def remove(self, seconds: int = 0) -> None:
         """SIGTERM, and SIGKILL after so many seconds."""
         self.store.run("podman", "pod", "rm", "--force", f"--time={seconds}", self.name)
+        if self._end:
+            self._end.communicate()  # that it is gone, or its code
+            self._end = None
 
 
 @dataclass
@@ -142,6 +151,8 @@ class Nodes:
         if done.returncode:
             assert "executable file" in done.stderr, done.stderr
             pod.refused = done.stderr
+        else:
+            pod.wait_for_end()
         return pod
 
     def _volume(self, volume: Object, folder: Path, known: Sequence[Object]) -> Object:

@@ -19,6 +19,7 @@ from pathlib import Path
 from tests.support.command import ROOT
 from tests.support.hosts import Cluster, Host, cluster
 from tests.support.namespaces import PATH, ClusterError, Command, check
+from tests.support.waiting import wait_until
 
 _COMMANDS = ("sbatch", "srun", "slurmctld", "slurmd", "munged")
 
@@ -126,8 +127,7 @@ class Box:
 
     def wait(self, condition: Callable[[], bool]) -> None:
         """Until it holds; less often than tests.support.waiting asks, for each question is a process."""
-        while not condition():
-            time.sleep(0.3)
+        wait_until(condition, at_least=0.3)
 
     def is_idle(self) -> bool:
         """Whether all nodes are up and free."""

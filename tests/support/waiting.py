@@ -8,12 +8,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 POLL_SECONDS = 0.02
+PAUSES = 9
+"""So many times as long as a question takes it is not asked again: what is waited for needs the cores."""
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Until it holds; a condition may fail the test itself where it cannot hold any more."""
+def wait_until(condition: Callable[[], bool], at_least: float = POLL_SECONDS) -> None:
+    """Until it holds; a condition may fail the test itself where it cannot hold any more.
+
+    Args:
+        condition: asked again and again.
+        at_least: seconds between two questions.
+    """
+    began = time.monotonic()
     while not condition():
-        time.sleep(POLL_SECONDS)
+        time.sleep(max(at_least, PAUSES * (time.monotonic() - began)))
+        began = time.monotonic()
 
 
 def handles(pid: int, number: signal.Signals) -> bool:

@@ -11,6 +11,7 @@ Not for tests of starting up, nor where the environment decides what libraries d
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import runpy
@@ -27,13 +28,28 @@ IMPORTED_WITH = (
     *("HOME", "XDG_", "MPL", "TORCH_"),
 )
 """Variables that begin so are read once, when something is imported."""
+BY_ICOM = {
+    *("DIFFUSERS_VERBOSITY", "TRANSFORMERS_VERBOSITY", "HF_HUB_DISABLE_TELEMETRY", "TORCH_CPP_LOG_LEVEL"),
+    "COMET_OFFLINE_DIRECTORY",
+}
+"""icom sets these itself, in the tests' own process too."""
 
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER, prctl(2)
 
 
+_ENVIRONMENT: dict[str, str] = {}
+"""What the template starts with: not what the test that needs it first has changed."""
+
+
+def keep_environment() -> None:
+    """Call it before the first test, when all that holds for all of them is set."""
+    _ENVIRONMENT.update(os.environ)
+
+
 def can_start(environment: Mapping[str, str]) -> bool:
     """Whether a fork of the template is what a fresh process with this environment would be."""
-    names = {name for name in environment.keys() | os.environ.keys() if environment.get(name) != os.environ.get(name)}
+    both = environment.keys() | _ENVIRONMENT.keys()
+    names = {name for name in both - BY_ICOM if environment.get(name) != _ENVIRONMENT.get(name)}
     return not any(name.startswith(IMPORTED_WITH) for name in names)
 
 
@@ -59,7 +75,8 @@ class _Template:
         self._ours, theirs = socket.socketpair()
         with theirs:
             words = [sys.executable, "-m", "tests.support.warm", str(theirs.fileno())]
-            self.process = subprocess.Popen(words, pass_fds=[theirs.fileno()], cwd=Path(__file__).parents[2])
+            folder = Path(__file__).parents[2]
+            self.process = subprocess.Popen(words, pass_fds=[theirs.fileno()], cwd=folder, env=_ENVIRONMENT)
 
     def fork(self, request: Mapping[str, Any], streams: Sequence[int]) -> int:
         """Pid of a new process that does what is requested, with these as its standard streams."""
@@ -108,6 +125,8 @@ def _serve(requests: socket.socket) -> None:
     import icom.commands.generate
     import icom.training.finetune
     import icom.training.train  # noqa: F401
+
+    gc.freeze()  # a fork's collector would write to all pages, and so copy them
 
     while True:
         size, streams, _, _ = socket.recv_fds(requests, 4, 3, socket.MSG_WAITALL)

@@ -1,6 +1,6 @@
 """Processes on one machine measured for real, and the model of many hosts against what can be computed by hand.
 
-Guards icom.bench.ranks, tools.scaling and tools.allreduce.
+Guards icom.bench.ranks, tools.scaling, tools.scaling_unet and tools.allreduce.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from icom import machine
+from icom.errors import UsageError
 from tests.support.command import ROOT, Result
 from tools.scaling import (
     Network,
@@ -25,12 +26,14 @@ from tools.scaling import (
     StepTime,
     allreduce_seconds,
     curves,
+    main,
     points,
     row_bytes,
     scaling,
     simulate,
     table_bytes,
 )
+from tools.scaling_unet import ScalingUnetConfig, Step, point, scaling_unet
 
 Icom = Callable[..., Result]
 
@@ -170,6 +173,7 @@ def test_steps_come_from_the_measurement() -> None:
     assert faster[0].seconds == pytest.approx(measured["seconds_per_step"] / 4)
 
 
+@pytest.mark.long
 def test_document_is_what_the_command_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Same seed, same figures: the committed tables are those of the committed measurements."""
     from PIL import Image
@@ -196,12 +200,15 @@ def test_document_is_what_the_command_writes(tmp_path: Path, capsys: pytest.Capt
         (["--document", "README.md"], "needs the lines"),
     ],
 )
-def test_bad_input_is_named(arguments: list[str], message: str) -> None:
-    command = [sys.executable, "-m", "tools.scaling", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, check=False, text=True)
-    assert done.returncode in (1, 2)
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+def test_bad_input_is_named(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["tools.scaling", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code in (1, 2)
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.long
@@ -222,3 +229,55 @@ def test_real_allreduces_between_shaped_hosts(tmp_path: Path) -> None:
     assert table["fastest"] > 0.9 * allreduce_seconds(2, table["bytes"], Network(0.0, 1e9 / 8))
     namespaces = subprocess.run(["ip", "netns", "list"], capture_output=True, check=True, text=True).stdout
     assert f"icom-{process.pid}-" not in namespaces
+
+
+UNET_STEP = Step(StepTime(8.0, 8.0, 8.0), forward=2.0, backward=4.0, images=3)
+
+
+@pytest.mark.parametrize(("kind", "sent", "meanwhile"), [("ddp", 2 * 4, 4.0), ("full_shard", 2 * 2 + 2 * 4, 6.0)])
+@pytest.mark.parametrize("bandwidth", [10.0, 0.5])
+def test_unet_on_two_hosts_by_hand(kind: str, sent: int, meanwhile: float, bandwidth: float) -> None:
+    """SD1.5's 859,520,964 numbers over a wire without latency: half of them, so many bytes a number."""
+    config = ScalingUnetConfig(hosts=(2,), latency=0.0, bandwidth=bandwidth)
+    found = point(config, kind, 2, UNET_STEP, waited=8.5, alone=8.0)  # type: ignore[arg-type]
+    seconds = 859_520_964 * sent / 2 / (bandwidth * 1e9 / 8)
+    assert found.exchange == pytest.approx(seconds)
+    assert found.slowest == pytest.approx(8.5 + seconds)
+    assert found.fastest == pytest.approx(8.5 + max(0, seconds - meanwhile))
+    assert found.efficiency == pytest.approx((8 / found.slowest, 8 / found.fastest))
+    assert found.images_per_second == pytest.approx((6 / found.slowest, 6 / found.fastest))
+
+
+def test_unet_latency_is_paid_once_for_each_message() -> None:
+    """DDP: 132 buckets of 25 MB, 2 (N - 1) messages each. FSDP: 39 blocks, gathered; gloo sums in two rounds."""
+    slow = ScalingUnetConfig(hosts=(4,), latency=1e6, bandwidth=float("inf"))
+    assert point(slow, "ddp", 4, UNET_STEP, 8.0, 8.0).exchange == 132 * 2 * 3
+    assert point(slow, "shard_grad_op", 4, UNET_STEP, 8.0, 8.0).exchange == 39 * (1 + 2) * 3
+    assert point(slow, "full_shard", 4, UNET_STEP, 8.0, 8.0).exchange == 39 * (2 + 2) * 3
+    assert point(slow, "full_shard", 1, UNET_STEP, 8.0, 8.0).exchange == 0
+
+
+def test_unet_tables_are_written_from_a_measurement(tmp_path: Path) -> None:
+    document, measured = tmp_path / "scaling.md", tmp_path / "measured.json"
+    shutil.copy(ROOT / "docs" / "scaling.md", document)
+    before = document.read_text()
+    config = ScalingUnetConfig(measured=measured, document=document, hosts=(1, 64))
+    scaling_unet(config)
+    assert "| 64 | 6,769 | 8,463 | 10,155 | 5,078 | 6,770 |" in document.read_text()
+    row = {"processes": 1, "micro_batch": 1, "forward_seconds": 8.0, "backward_seconds": 24.0}
+    row |= {"seconds_per_step": 40.0, "fastest": 40.0, "slowest": 40.0}
+    content = {
+        "options": {"method": "unet", "arch": "sd15", "mixed_precision": "bf16"},
+        "machine": {"cpu": "a CPU", "cores_per_process": 2},
+        "rows": [row | {"processes": 2}, row],
+    }
+    measured.write_text(json.dumps(content))
+    scaling_unet(config)
+    text = document.read_text()
+    assert "| 1 | ddp | 0.00 | 10.0–10.0 | 0.100–0.100 | 100%–100% |" in text  # a quarter of the time on 8 cores
+    assert "| 64 | full_shard |" in text
+    assert text.split("## The model against")[1] == before.split("## The model against")[1]
+    for wrong in ({"options": content["options"] | {"arch": "tiny"}}, {"rows": []}):  # type: ignore[operator]
+        measured.write_text(json.dumps(content | wrong))
+        with pytest.raises(UsageError, match=r"arch|no row of one process"):
+            scaling_unet(config)

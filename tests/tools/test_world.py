@@ -5,6 +5,7 @@ Guards icom.world.
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from pathlib import Path
@@ -135,16 +136,30 @@ def test_every_word_of_the_world_is_a_token(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_training_is_reproducible(tmp_path: Path) -> None:
-    """The whole build, in a few steps each, twice: the same bytes."""
+    """The whole build, in a few steps each, twice: the same bytes; and what ships says of itself the same."""
     files = []
     for name in ("a", "b"):
         shutil.copytree(loading.BUNDLE / "tokenizer", tmp_path / name / "model" / "tokenizer")
         sizes = {"judge_steps": 2, "vae_steps": 2, "decoder_steps": 2, "unet_steps": 2, "unet_pictures": 20}
-        build(BuildConfig(output_dir=tmp_path / name, log=tmp_path / name / "log.jsonl", **sizes))  # type: ignore[arg-type]
+        places = {
+            "output_dir": tmp_path / name,
+            "log": tmp_path / f"{name}.jsonl",
+            "work_dir": tmp_path / f"{name}-work",
+        }
+        build(BuildConfig(**places, **sizes))  # type: ignore[arg-type]
         weights = sorted((tmp_path / name).rglob("*.safetensors"))
         files.append({path.relative_to(tmp_path / name): path.read_bytes() for path in weights})
     assert len(files[0]) == 4
     assert files[0] == files[1]
+    rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    assert {row["part"] for row in rows if "loss" in row} == {"judge", "vae", "decoder", "unet"}
+    for shipped in loading.BUNDLE.rglob("*.json"):
+        made = json.loads((tmp_path / "a" / "model" / shipped.relative_to(loading.BUNDLE)).read_text())
+        wanted = json.loads(shipped.read_text())
+        assert not made.pop("_name_or_path", "")  # a folder of this machine
+        if shipped.parent.name == "vae":
+            del made["scaling_factor"], wanted["scaling_factor"]  # of another VAE
+        assert made == wanted, shipped
 
 
 @pytest.mark.long

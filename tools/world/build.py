@@ -16,23 +16,45 @@ import torch
 from transformers import CLIPTokenizer
 
 from icom.bench.command import this_machine
+from icom.config.finetune import load_finetune_config
 from icom.data.captions import TEMPLATES
 from icom.data.images import BUNDLED_CONCEPTS
 from icom.engine.memory import keep_freed_memory
 from icom.models import loading
 from icom.models.architectures import ARCHITECTURES
 from icom.models.parts import TEXT_ENCODER, UNET, VAE
-from icom.training.report import save_png
+from icom.training.checkpoint_folders import PIPELINE
+from icom.training.finetune import finetune
+from icom.training.report import read_metrics, save_png
 from icom.world.concepts import CONCEPTS, concept_scenes
 from icom.world.judge import WEIGHTS, Judge
-from icom.world.scene import BACKGROUNDS, COLOURS, GENERIC, NAMES, PATTERNS, PLACES, SHAPES, SIZES, draw
+from icom.world.scene import BACKGROUNDS, COLOURS, GENERIC, NAMES, PATTERNS, PLACES, SHAPES, SIZE, SIZES, draw
 from tools.world.judge import train_judge
-from tools.world.training import Log, encode_world, train_decoder, train_denoiser, train_vae
+from tools.world.shards import ShardsConfig, write_shards
+from tools.world.training import Log, latent_scale, train_decoder, train_vae
 
 if TYPE_CHECKING:
-    from diffusers import AutoencoderKL
+    from diffusers import AutoencoderKL, StableDiffusionPipeline
 
 ARCHITECTURE = "tiny"
+
+RECIPE: dict[str, Any] = {
+    "train_text_encoder": True,
+    "resolution": SIZE,
+    "train_batch_size": 64,
+    "learning_rate": 1e-3,
+    "lr_scheduler": "cosine",
+    "adam_beta2": 0.99,
+    "adam_weight_decay": 1e-3,
+    "mixed_precision": "auto",
+    "checkpointing_steps": 1000,
+    "save_only_most_recent": True,
+    "report_to": "none",
+}
+"""Options of `icom finetune` for UNet and text encoder, beside its defaults: one caption in ten is empty, gradients
+are clipped to 1. It is Stable Diffusion's recipe (Rombach et al. 2022, arXiv:2112.10752) in small; but here the text
+encoder starts from nothing, too.
+"""
 
 Part = Literal["tokenizer", "judge", "vae", "decoder", "unet", "concepts"]
 
@@ -58,7 +80,9 @@ class BuildConfig:
     unet_steps: int = 6000
     """Optimizer steps of UNet and text encoder, 64 pictures each."""
     unet_pictures: int = 48_000
-    """Pictures that UNet and text encoder see, with ever new captions."""
+    """Pictures that UNet and text encoder see, each with a caption."""
+    work_dir: Path = Path("bundled-model-training")
+    """Folder for the tars and for the training of UNet and text encoder; started again, that goes on from there."""
 
 
 def build(config: BuildConfig) -> None:
@@ -155,44 +179,61 @@ def load_vae(folder: Path) -> AutoencoderKL:
 
 
 def make_unet(config: BuildConfig, folder: Path) -> None:
-    """Train UNet and text encoder with the VAE that is there, and write the whole pipeline, float16."""
-    from diffusers import DDPMScheduler, StableDiffusionPipeline
+    """Train UNet and text encoder with the VAE that is there, by `icom finetune`, and write the pipeline, float16."""
+    from diffusers import DDPMScheduler
 
+    start, out = config.work_dir / "start", config.work_dir / "unet"
+    shards = config.work_dir / f"shards-{config.seed}-{config.unet_pictures}"
+    if not shards.exists():
+        write_shards(ShardsConfig(output_dir=shards, pictures=config.unet_pictures, seed=config.seed))
     tokenizer = CLIPTokenizer.from_pretrained(folder / "tokenizer")
     vae = load_vae(folder)
-    text_encoder = TEXT_ENCODER.build(ARCHITECTURES[ARCHITECTURE].with_vocabulary(len(tokenizer)))
-    unet = UNET.build(ARCHITECTURES[ARCHITECTURE]).to(memory_format=torch.channels_last)
-    noise_scheduler = DDPMScheduler(**ARCHITECTURES[ARCHITECTURE].scheduler)
-    latents = encode_world(vae, config.seed, config.unet_pictures)
+    vae.register_to_config(scaling_factor=latent_scale(vae, config.seed, min(config.unet_pictures, 4_800)))
+    architecture = ARCHITECTURES[ARCHITECTURE].with_vocabulary(len(tokenizer))
+    parts = {"tokenizer": tokenizer, "vae": vae, "scheduler": DDPMScheduler(**architecture.scheduler)}
+    text_encoder, unet = TEXT_ENCODER.build(architecture), UNET.build(architecture)
+    _pipeline(text_encoder=text_encoder, unet=unet, **parts).save_pretrained(start)
+    flags = RECIPE | {
+        "pretrained_model_name_or_path": str(start),
+        "from_scratch": "model",
+        "train_data_dir": str(shards),
+        "max_train_steps": config.unet_steps,
+        "lr_warmup_steps": max(1, min(200, config.unet_steps // 10)),
+        "seed": config.seed,
+        "output_dir": str(out),
+        "resume_from_checkpoint": "latest",
+    }
+    finetune(load_finetune_config(flags))
+    log_losses(out / "metrics.jsonl", config.log)
+    trained = (part.load_class().from_pretrained(out / PIPELINE / part.name) for part in (TEXT_ENCODER, UNET))
+    text_encoder, unet = trained
+    unet.register_to_config(_name_or_path="")  # a folder of this machine, which would be saved with it
+    _pipeline(text_encoder=text_encoder, unet=unet, **parts).to(dtype=torch.float16).save_pretrained(folder)
+    _load_in_float32(folder / "text_encoder" / "config.json")
 
-    def save() -> None:
-        tokenizer.backend_tokenizer.no_padding()  # of its last use: it would go into its file
-        StableDiffusionPipeline(
-            vae=_float16(vae),
-            text_encoder=_float16(text_encoder),
-            tokenizer=tokenizer,
-            unet=_float16(unet),
-            scheduler=noise_scheduler,
-            safety_checker=None,
-            feature_extractor=None,
-            requires_safety_checker=False,
-        ).save_pretrained(folder)
-        _load_in_float32(folder / "text_encoder" / "config.json")
 
-    log = Log(config.log, "unet", config.unet_steps)
-    train_denoiser(
-        unet,
-        text_encoder,
-        tokenizer,
-        noise_scheduler,
-        latents,
-        config.seed,
-        steps=config.unet_steps,
-        batch=64,
-        log=log,
-        save=save,
-    )
-    save()
+def _pipeline(**parts: Any) -> StableDiffusionPipeline:
+    """Parts as a pipeline, without safety checker."""
+    from diffusers import StableDiffusionPipeline
+
+    nothing = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
+    return StableDiffusionPipeline(**parts, **nothing)
+
+
+def log_losses(metrics: Path, log: Path, every: int = 100) -> None:
+    """Add the running mean of a training's loss to the log, as `fit` does it.
+
+    Args:
+        metrics: `metrics.jsonl` of `icom finetune`.
+        log: of the build.
+        every: so many steps.
+    """
+    mean, rows = 0.0, read_metrics(metrics)
+    with log.open("a", encoding="utf-8") as file:
+        for row in rows:
+            mean += (row["loss"] - mean) * max(0.01, 1 / row["step"])
+            if row["step"] % every == 0 or row is rows[-1]:
+                file.write(json.dumps({"part": "unet", "step": row["step"], "loss": round(mean, 5)}) + "\n")
 
 
 def _float16(module: Any) -> Any:

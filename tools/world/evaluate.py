@@ -21,6 +21,7 @@ from icom.config.demo import ConceptName
 from icom.config.train import BUNDLED_DEFAULTS
 from icom.evaluate.world import BOTH, NAMED, ask, shares
 from icom.files import make_writable_folder, write_atomically
+from icom.training.outcome import read_outcome
 from icom.training.report import grid, save_png
 from icom.world.concepts import EVERYTHING
 from icom.world.judge import HEADS, load_judge
@@ -104,7 +105,9 @@ def concept_scores(config: EvaluateConfig) -> list[dict[str, Any]]:
         with tempfile.TemporaryDirectory() as folder:
             flags: dict[str, Any] = {**ALIKE, **config.train, "seed": seed, "output_dir": folder}
             learned = learn(concept, flags, num_images=config.num_images)
-        rows.append({"concept": concept, "seed": seed, **_shares(learned), "seconds": round(learned.seconds, 1)})
+            steps = read_outcome(Path(folder)).step
+        row = {"concept": concept, "seed": seed, **_shares(learned), "steps": steps}
+        rows.append({**row, "seconds": round(learned.seconds, 1)})
         print(json.dumps(rows[-1]), flush=True)
     return rows
 
@@ -125,13 +128,14 @@ def to_markdown(result: dict[str, Any]) -> str:
     if "concepts" in result:
         rows = result["concepts"]
         lines += ["## Concepts", "", "Share of pictures that are right.", ""]
-        lines += ["| concept | seed | before | after | new context | training |", "|---|---|---|---|---|---|"]
+        lines += ["| concept | seed | before | after | new context | steps | training |", "|---" * 7 + "|"]
         for row in rows:
             shares = (f"{row[when]:.0%}" for when in ("before", "after", "elsewhere"))
-            lines.append(f"| {row['concept']} | {row['seed']} | {' | '.join(shares)} | {row['seconds']:.0f} s |")
+            about = [row["concept"], str(row["seed"]), *shares, str(row["steps"]), f"{row['seconds']:.0f} s"]
+            lines.append(f"| {' | '.join(about)} |")
         means = (f"{sum(row[when] for row in rows) / len(rows):.1%}" for when in ("before", "after", "elsewhere"))
-        seconds = sum(row["seconds"] for row in rows) / len(rows)
-        lines += [f"| **mean** | | {' | '.join(means)} | {seconds:.0f} s |", ""]
+        steps, seconds = (sum(row[name] for row in rows) / len(rows) for name in ("steps", "seconds"))
+        lines += [f"| **mean** | | {' | '.join(means)} | {steps:.0f} | {seconds:.0f} s |", ""]
     return "\n".join(lines)
 
 

@@ -27,7 +27,7 @@ def train_judge(judge: Judge, seed: int, *, steps: int, batch: int, log: Log) ->
     def loss_of(step: int) -> torch.Tensor:
         scenes = [random_scene(rng, EVERYTHING) for _ in range(batch)]
         junk = [rng.random() < 1 / 8 for _ in scenes]
-        pictures = [_junk(scene, rng) if bad else draw(scene) for scene, bad in zip(scenes, junk, strict=True)]
+        pictures = [junk_picture(scene, rng) if bad else draw(scene) for scene, bad in zip(scenes, junk, strict=True)]
         blurred = [
             picture.filter(ImageFilter.GaussianBlur(rng.uniform(0, 1))) if rng.random() < 0.5 else picture
             for picture in pictures
@@ -55,7 +55,7 @@ def _answer(scene: Scene, head: str) -> str:
     return word
 
 
-def _junk(scene: Scene, rng: random.Random) -> Image.Image:
+def junk_picture(scene: Scene, rng: random.Random) -> Image.Image:
     """A picture that shows nothing known: no object, a shapeless one, or two that do not go together."""
     kind = rng.randrange(3)
     if kind == 0:

@@ -1,7 +1,6 @@
-"""Training of the bundled model's parts on pictures of the world, on a CPU, each from a seed.
+"""Training of the bundled model's VAE on pictures of the world, on a CPU, from a seed.
 
-The recipe is Stable Diffusion's (Rombach et al. 2022, arXiv:2112.10752) in small: first a KL autoencoder, then a UNet
-that predicts the noise in its latents, here together with the text encoder, which starts from nothing.
+UNet and text encoder are trained by `icom finetune` (`tools.world.build`).
 """
 
 from __future__ import annotations
@@ -9,26 +8,23 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
 from icom.engine.precision import product_dtype
 from icom.progress import progress
 from icom.world.concepts import EVERYTHING, seen_things
 from icom.world.judge import to_pixels
-from icom.world.scene import Scene, Thing, describe, draw, random_scene
+from icom.world.scene import Scene, draw
+from tools.world.shards import scenes
 
 if TYPE_CHECKING:
-    from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
-    from transformers import CLIPTextModel, CLIPTokenizer
+    from diffusers import AutoencoderKL
 
 
 class Log:
@@ -54,13 +50,6 @@ class Log:
         """Close bar and file."""
         self._bar.close()
         self._file.close()
-
-
-def scenes(seed: str, things: list[Thing]) -> Iterator[Scene]:
-    """An endless stream of scenes."""
-    rng = random.Random(seed)
-    while True:
-        yield random_scene(rng, things)
 
 
 def fit(
@@ -153,67 +142,13 @@ def picture_error(decoded: torch.Tensor, pictures: torch.Tensor) -> torch.Tensor
     return error.abs().mean() + error.diff(dim=-1).abs().mean() + error.diff(dim=-2).abs().mean()
 
 
-@dataclass
-class Latents:
-    """Encoded pictures: their scenes, and mean and standard deviation of the VAE's posteriors, already scaled.
-
-    `mean` and `std` are float32 of shape (pictures, 4, 8, 8).
-    """
-
-    scenes: list[Scene]
-    mean: torch.Tensor
-    std: torch.Tensor
-
-
-def encode_world(vae: AutoencoderKL, seed: int, count: int) -> Latents:
-    """Draw and encode `count` pictures, and set the VAE's scaling factor so that its latents have variance 1."""
-    shown = list(itertools.islice(scenes(f"unet {seed}", seen_things()), count))
-    means, stds = [], []
+def latent_scale(vae: AutoencoderKL, seed: int, count: int) -> float:
+    """The scaling factor with which the latents of the world's pictures have variance 1, from `count` of them."""
+    stream = scenes(f"unet {seed}", seen_things())
+    means, variances = [], []
     with torch.no_grad(), autocast():
-        for start in progress(range(0, count, 100), "encode", "batch", mininterval=5):
-            posterior = vae.encode(to_pixels([draw(scene) for scene in shown[start : start + 100]])).latent_dist
+        for start in progress(range(0, count, 100), "scaling factor", "batch", mininterval=5):
+            posterior = vae.encode(next_pictures(stream, min(100, count - start))).latent_dist
             means.append(posterior.mean.float())
-            stds.append(posterior.std.float())
-    mean, std = torch.cat(means), torch.cat(stds)
-    scale = round(float((mean.var() + (std**2).mean()) ** -0.5), 5)
-    vae.register_to_config(scaling_factor=scale)
-    return Latents(shown, mean * scale, std * scale)
-
-
-def train_denoiser(
-    unet: UNet2DConditionModel,
-    text_encoder: CLIPTextModel,
-    tokenizer: CLIPTokenizer,
-    noise_scheduler: DDPMScheduler,
-    latents: Latents,
-    seed: int,
-    *,
-    steps: int,
-    batch: int,
-    log: Log,
-    save: Callable[[], None],
-) -> None:
-    """Train UNet and text encoder together to predict the noise, with a new caption for a picture each time.
-
-    One caption in ten is empty, for classifier-free guidance (Ho & Salimans 2022). `save` is called now and then.
-    """
-    rng = random.Random(f"captions {seed}")
-    noise = torch.Generator().manual_seed(seed)
-
-    def loss_of(step: int) -> torch.Tensor:
-        if step % 1000 == 0:
-            save()
-        chosen = torch.randint(len(latents.scenes), (batch,), generator=noise)
-        captions = ["" if rng.random() < 0.1 else describe(latents.scenes[index], rng) for index in chosen.tolist()]
-        ids = tokenizer(captions, padding="max_length", return_tensors="pt").input_ids
-        mean, std = latents.mean[chosen], latents.std[chosen]
-        clean = mean + std * torch.randn(mean.shape, generator=noise)
-        target = torch.randn(mean.shape, generator=noise)
-        timesteps = torch.randint(noise_scheduler.config["num_train_timesteps"], (batch,), generator=noise)
-        noisy = noise_scheduler.add_noise(clean, target, timesteps)
-        with autocast():
-            text = text_encoder(ids)[0]
-            predicted = unet(noisy.contiguous(memory_format=torch.channels_last), timesteps, text).sample
-        return F.mse_loss(predicted.float(), target)
-
-    fit([unet, text_encoder], loss_of, steps=steps, peak=1e-3, log=log)
+            variances.append(posterior.var.float())
+    return round(float((torch.cat(means).var() + torch.cat(variances).mean()) ** -0.5), 5)

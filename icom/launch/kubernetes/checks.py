@@ -6,8 +6,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
+from icom.config.captions import BUILT_IN
 from icom.config.finetune import FinetuneConfig
 from icom.config.launch import LaunchKubernetesConfig
+from icom.config.train import TrainConfig
 from icom.config.trainings import TrainingConfig
 from icom.data.remote import is_remote
 from icom.errors import UsageError
@@ -19,7 +21,10 @@ _SUBDOMAIN = re.compile(rf"(?=.{{1,253}}$){_LABEL.pattern}(\.{_LABEL.pattern})*"
 _QUANTITY = re.compile(r"(\d+(\.\d*)?|\.\d+)(m|[kMGTPE]|[KMGTPE]i)?")
 _LABEL_PART = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 _NODE_LABEL = re.compile(rf"({_SUBDOMAIN.pattern}/)?{_LABEL_PART}=({_LABEL_PART})?".replace("(?=.{1,253}$)", ""))
-_ON_THE_VOLUME = ("output_dir", "train_data_dir", "index", "idx_to_prompt", "from_scratch", "weights_from", "ema_from")
+_ON_THE_VOLUME = (
+    *("output_dir", "train_data_dir", "caption_templates", "class_data_dir", "concepts_list"),
+    *("index", "idx_to_prompt", "from_scratch", "weights_from", "ema_from"),
+)
 """Options that are folders or files, whatever they look like; of others only what is one by its looks."""
 _MAYBE_PATHS = ("pretrained_model_name_or_path", "tokenizer_name", "initial_embedding", "cache_dir")
 """Not each training has all of these."""
@@ -85,6 +90,9 @@ def _of_training(config: LaunchKubernetesConfig, training: TrainingConfig) -> It
         value = getattr(training, option, None)
         if value and _is_path(value) and not _lies_below(value, mount):
             yield f"--{option} {value} does not lie on {where}. " + _COPY
+    prompts = training.prompts_file if isinstance(training, TrainConfig) else None
+    if prompts and not _lies_below(prompts, mount):
+        yield f"--sample_prompts {prompts} does not lie on {where}. " + _COPY
     if training.resume_from_checkpoint not in (None, "latest"):
         yield (
             f"--resume_from_checkpoint {training.resume_from_checkpoint}: each restart of a pod would go back to it. "
@@ -104,6 +112,8 @@ def _is_no_file(training: TrainingConfig, option: str, value: str) -> bool:
     """Whether what would be a file elsewhere ships with icom, is made up, or lies behind an address."""
     if isinstance(training, FinetuneConfig):
         return (option, value) == ("from_scratch", "model") or is_remote(value) or value.startswith("synthetic:")
+    if option == "caption_templates":
+        return value == BUILT_IN
     return option == "train_data_dir" and value.partition(":")[0] == "bundled"
 
 

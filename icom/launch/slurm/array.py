@@ -80,7 +80,7 @@ def read_array(file: Path, common: Sequence[str], processes: int) -> list[Task]:
         if folder in folders:
             raise UsageError(f"{where}: line {folders[folder]} writes to {training.output_dir} as well.")
         folders[folder] = number
-        tasks.append(Task(len(tasks), training, _is_done(training, processes)))
+        tasks.append(Task(len(tasks), training, is_done(training, processes)))
     return tasks
 
 
@@ -110,7 +110,8 @@ def _training(line: str, kind: Training, common: Sequence[str], number: int) -> 
     return training_config([kind.command, *common, *words], "icom launch slurm")
 
 
-def _is_done(training: TrainingConfig, processes: int) -> bool:
+def is_done(training: TrainingConfig, processes: int) -> bool:
+    """Whether a run with these options, on so many processes, has ended well in its --output_dir."""
     outcome = read_outcome(Path(training.output_dir).expanduser())
     if outcome.state != DONE:
         return False
@@ -123,6 +124,8 @@ def _settled(training: TrainingConfig, processes: int) -> dict[str, Any]:
     said = settings(training)
     if training.mixed_precision == "auto":
         said["mixed_precision"] = None
+    if training.train_batch_size == "auto":
+        said["train_batch_size"] = None
     if training.validation_epochs is not None:
         said |= {"validation_epochs": None, "validation_steps": None}
     if isinstance(training, FinetuneConfig) and training.num_examples_to_see is not None:

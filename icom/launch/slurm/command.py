@@ -36,10 +36,10 @@ def launch_slurm(config: LaunchSlurmConfig) -> None:
         tasks = read_array(file, config.training_options, config.nodes * processes_per_node(config))
         folder = Path(common_folder(kind, options)).expanduser().absolute()
         for task in tasks:
-            _check(task.training, config)
+            check(task.training, config)
     else:
         training = training_config(config.training_options, "icom launch slurm --nodes 3")
-        _check(training, config)
+        check(training, config)
         resumes = training.resume_from_checkpoint is not None
         folder = Path(training.output_dir).expanduser().absolute()
     if not config.dry_run:
@@ -56,7 +56,7 @@ def launch_slurm(config: LaunchSlurmConfig) -> None:
         options=_option_lines(options, folder if tasks else None, resumes=resumes),
         folder=folder,
         chdir=Path.cwd(),
-        cpus_per_task=config.cpus_per_task or _all_cpus(config),
+        cpus_per_task=config.cpus_per_task or all_cpus(config),
         tasks=None if left is None else [task.number for task in left],
         at_once=at_once,
     )
@@ -89,7 +89,12 @@ class _Ended(IcomError):
         self.exit_code = code
 
 
-def _check(training: TrainingConfig, config: LaunchSlurmConfig) -> None:
+def check(training: TrainingConfig, config: LaunchSlurmConfig) -> None:
+    """Refuse options that cannot work in a job.
+
+    Raises:
+        UsageError: names them.
+    """
     if training.resume_from_checkpoint not in (None, "latest"):
         raise UsageError(
             f"{RESUME} {training.resume_from_checkpoint}: a job that starts again would go back to it every time. Jobs "
@@ -114,7 +119,7 @@ def _option_lines(options: Sequence[str], array: Path | None, *, resumes: bool) 
     return [*shell_lines(options), *([] if resumes else [resume])]
 
 
-def _all_cpus(config: LaunchSlurmConfig) -> int | None:
+def all_cpus(config: LaunchSlurmConfig) -> int | None:
     """Of the smallest node, for each of its processes."""
     if config.dry_run and shutil.which("sinfo") is None:
         return None

@@ -63,13 +63,18 @@ def test_submission(script: str) -> str:
     return said
 
 
-def submit(script: str) -> str:
+def submit(script: str, after: str | None = None) -> str:
     """Submit, and give the job's number.
+
+    Args:
+        script: its file.
+        after: another job; this one starts when all of that went well, and is cancelled when it did not.
 
     Raises:
         IcomError: Slurm did not take it.
     """
-    done = _ask("sbatch", "--parsable", script)
+    waits = [] if after is None else [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"]
+    done = _ask("sbatch", "--parsable", *waits, script)
     number = done.stdout.strip().partition(";")[0]
     if done.returncode or not number.isdecimal():
         raise IcomError(f"Slurm did not take the job: {_cleaned(done.stderr or done.stdout)}.")

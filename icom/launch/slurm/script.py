@@ -15,21 +15,20 @@ from icom.errors import UsageError
 SAVE_SECONDS = 120
 """So long before the time limit the processes are told to save. Slurm may do it up to a minute earlier."""
 
-_RUNS = """
+_BEGINNING = """
 set -uo pipefail
 
 max_requeues={max_requeues}
 python={python}
-training=(
-{training}
-)
-
+{variables}
 starts_again=${{SLURM_RESTART_COUNT:-0}}
 if ((starts_again > max_requeues)); then
   echo "icom: this job was started again $max_requeues times: enough (--max_requeues). To go on: sbatch {script}" >&2
   exit 1
 fi
+"""
 
+_TRAINS = """
 # Rank 0 runs on the first node, and so does this script. NodeAddr is how Slurm itself reaches it.
 first=$(scontrol --oneliner show node "$SLURMD_NODENAME" | sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p')
 MASTER_ADDR=${{MASTER_ADDR:-$first}}
@@ -53,14 +52,23 @@ if ((code == 0)); then
   srun "${{step[@]}}" --ntasks-per-node={ppn} \\
     "$python" -m icom.launch.on_host "$python" -m icom {command} "${{training[@]}}" || code=$?
 fi
+"""
 
+_DOES_A_PART = """
+# srun asks for the CPUs anew.
+code=0
+srun --ntasks=1 --cpus-per-task="${{SLURM_CPUS_PER_TASK:-1}}"{container} \\
+  "$python" -m icom.launch.on_host "$python" -m icom {words} --part "$SLURM_ARRAY_TASK_ID" || code=$?
+"""
+
+_END = """
 # 75: a process was lost. 143: SIGTERM, before the time limit or for a job that goes first. 137: SIGKILL of one process
 # (its node died, or memory ran out). All have checkpoints to go on from. (A script that is told to end itself, by
 # scancel or by Slurm that requeues the job, does not come here.)
 case $code in
 75 | 137 | 143 | 233)
   if ((starts_again < max_requeues)); then
-    echo "icom: exit code $code: back into the queue, then on from the last checkpoint." >&2
+    echo "icom: exit code $code: back into the queue, then on from {from_what}." >&2
     scontrol requeue "$SLURM_JOB_ID" && sleep 60 # Slurm ends this script meanwhile
   fi
   ;;
@@ -95,10 +103,91 @@ def job_script(
     Raises:
         UsageError: --time or --sbatch cannot be read.
     """
+    script = folder / "icom.sbatch"
+    head = [
+        "#!/bin/bash",
+        f"# Made by `icom launch slurm`. By hand: sbatch {shlex.quote(str(script))}",
+        "# It goes on from the newest checkpoint in --output_dir, and starts anew where there is none.",
+        *_directives(config, folder.name, chdir, cpus_per_task, tasks, at_once, _log(folder, "slurm", tasks)),
+    ]
+    body = _BEGINNING + _TRAINS + _END
+    body = body.format(
+        **_common(config, script),
+        variables="training=(\n" + "\n".join(f"  {line}" for line in options) + "\n)\n",
+        container=_container(config, chdir),
+        ppn=processes_per_node(config),
+        command=training.command,
+        words="".join(f" {word}" for word in training.words),
+        from_what="the last checkpoint",
+    )
+    return "\n".join(head) + "\n" + body
+
+
+def parts_script(
+    config: LaunchSlurmConfig,
+    *,
+    name: str,
+    words: Sequence[str],
+    folder: Path,
+    chdir: Path,
+    cpus_per_task: int | None,
+    tasks: Sequence[int],
+    at_once: int | None,
+) -> str:
+    """What sbatch gets for a job array whose tasks do a part each, with one process.
+
+    Args:
+        config: of the job.
+        name: of the work, for the queue and the names of script and logs.
+        words: what follows `icom`; `--part NUMBER` comes behind it.
+        folder, chdir, cpus_per_task, at_once: as in `job_script`.
+        tasks: numbers of the parts.
+
+    Raises:
+        UsageError: --time or --sbatch cannot be read.
+    """
+    script = folder / f"{name}.sbatch"
+    head = [
+        "#!/bin/bash",
+        f"# Made by `icom data pipeline`. By hand: sbatch {shlex.quote(str(script))}",
+        "# What a part has made stays, and is not made again.",
+        *_directives(config, name, chdir, cpus_per_task, tasks, at_once, _log(folder, name, tasks)),
+    ]
+    body = _BEGINNING + _DOES_A_PART + _END
+    body = body.format(
+        **_common(config, script),
+        variables="",
+        container=_container(config, chdir),
+        words=shlex.join(words),
+        from_what="what is there",
+    )
+    return "\n".join(head) + "\n" + body
+
+
+def _common(config: LaunchSlurmConfig, script: Path) -> dict[str, object]:
+    """What stands in every script."""
+    python = "python" if config.container_image else shlex.quote(sys.executable)
+    return {"max_requeues": config.max_requeues, "python": python, "script": shlex.quote(str(script))}
+
+
+def _log(folder: Path, name: str, tasks: Sequence[int] | None) -> str:
+    """Where a job writes to, as Slurm takes it."""
+    return f"{str(folder).replace('%', '%%')}/{name}-{'%A_%a' if tasks is not None else '%j'}.log"
+
+
+def _directives(
+    config: LaunchSlurmConfig,
+    name: str,
+    chdir: Path,
+    cpus_per_task: int | None,
+    tasks: Sequence[int] | None,
+    at_once: int | None,
+    log: str,
+) -> list[str]:
+    """The #SBATCH lines."""
     ppn = processes_per_node(config)
-    log = "slurm-%A_%a.log" if tasks is not None else "slurm-%j.log"
     wanted: list[tuple[str, object]] = [
-        ("job-name", f"icom-{re.sub(r'[^A-Za-z0-9_.-]', '-', folder.name)}"),
+        ("job-name", f"icom-{re.sub(r'[^A-Za-z0-9_.-]', '-', name)}"),
         ("nodes", config.nodes),
         ("ntasks-per-node", ppn),
         ("cpus-per-task", cpus_per_task),
@@ -109,7 +198,7 @@ def job_script(
         ("qos", config.qos),
         ("array", _array(tasks, at_once) if tasks is not None else None),
         ("chdir", chdir),
-        ("output", f"{str(folder).replace('%', '%%')}/{log}"),
+        ("output", log),
         ("open-mode", "append"),
         ("signal", f"TERM@{_seconds_to_save(config.time)}"),
     ]
@@ -118,30 +207,19 @@ def job_script(
     if config.exclusive:
         lines.append("#SBATCH --exclusive")
     lines += [f"#SBATCH {_word(option)}" for option in _split(config.sbatch)]
-    script = folder / "icom.sbatch"
-    container = ""
-    if config.container_image:
-        container = f" --container-image={shlex.quote(config.container_image)}"
-        if config.container_mounts:
-            container += f" --container-mounts={shlex.quote(config.container_mounts)}"
-            if is_mounted(chdir, config.container_mounts):  # else relative paths start at the image's own folder
-                container += f" --container-workdir={shlex.quote(str(chdir))}"
-    head = [
-        "#!/bin/bash",
-        f"# Made by `icom launch slurm`. By hand: sbatch {shlex.quote(str(script))}",
-        "# It goes on from the newest checkpoint in --output_dir, and starts anew where there is none.",
-    ]
-    body = _RUNS.format(
-        max_requeues=config.max_requeues,
-        python="python" if config.container_image else shlex.quote(sys.executable),
-        training="\n".join(f"  {line}" for line in options),
-        script=shlex.quote(str(script)),
-        container=container,
-        ppn=ppn,
-        command=training.command,
-        words="".join(f" {word}" for word in training.words),
-    )
-    return "\n".join([*head, *lines]) + "\n" + body
+    return lines
+
+
+def _container(config: LaunchSlurmConfig, chdir: Path) -> str:
+    """Pyxis's options for srun, with a space before them."""
+    if not config.container_image:
+        return ""
+    container = f" --container-image={shlex.quote(config.container_image)}"
+    if config.container_mounts:
+        container += f" --container-mounts={shlex.quote(config.container_mounts)}"
+        if is_mounted(chdir, config.container_mounts):  # else relative paths start at the image's own folder
+            container += f" --container-workdir={shlex.quote(str(chdir))}"
+    return container
 
 
 def processes_per_node(config: LaunchSlurmConfig) -> int:

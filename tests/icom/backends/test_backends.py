@@ -27,11 +27,11 @@ from icom.backends import cuda, ipex
 from icom.backends.cpu import CpuBackend
 from icom.config.common import BackendName
 from icom.config.train import TrainConfig
-from icom.data.images import list_pictures
 from icom.engine.precision import product_dtype
 from icom.errors import IcomError, UsageError
 from icom.models import loading
 from icom.parallel.place import Place
+from icom.training.material import open_material
 from icom.training.report import read_metrics
 from icom.training.run import prepare
 from icom.training.step import batch_loss
@@ -287,6 +287,7 @@ def fake_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
 
 
 def test_each_process_has_its_own_gpu(fake_gpus: None) -> None:
@@ -340,7 +341,7 @@ def test_all_of_a_step_happens_on_the_device(property_: str, tmp_path: Path, fak
     words = {"train_data_dir": "bundled", "placeholder_token": "<robot>", "initializer_token": "toy"}
     config = TrainConfig(**words, resolution=64, max_train_steps=1, seed=7)
     model = loading.load(loading.find("bundled"), torch.float32)
-    run = prepare(config, CpuBackend("no", "off", tmp_path), Accelerator(cpu=True), model, list_pictures("bundled"))
+    run = prepare(config, CpuBackend("no", "off", tmp_path), Accelerator(cpu=True), model, open_material(config))
     model.noise_scheduler.register_to_config(prediction_type=property_)
     backend = cuda.CudaBackend("no")
     backend.device = torch.device("meta")
@@ -350,7 +351,7 @@ def test_all_of_a_step_happens_on_the_device(property_: str, tmp_path: Path, fak
     loss.backward()
     assert loss.device.type == "meta"
     trained = [name for name, weights in model.text_encoder.named_parameters() if weights.grad is not None]
-    assert len(trained) == 1 and trained[0].endswith("token_embedding.rows")
+    assert len(trained) == 1 and trained[0].endswith("token_embedding.words.0")
     assert {weights.device.type for part in (model.unet, model.vae) for weights in part.parameters()} == {"meta"}
 
 

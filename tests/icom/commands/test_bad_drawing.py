@@ -60,7 +60,6 @@ def test_bad_embedding_files(icom: Run, tmp_path: Path) -> None:
     cut(file)
     assert_refused(draw(file), 1, f"{file} is not a safetensors file, or damaged (", "of a run")
     for tensors, message in (
-        ({"<x>": torch.zeros(1, 128), "<y>": torch.zeros(1, 128)}, "holds 2 entries; an embedding file has one"),
         ({"<x>": torch.zeros(2, 3, 4)}, "of shape (2, 3, 4); expected (vectors, width)"),
         ({"<x>": torch.zeros(0, 128)}, "of shape (0, 128); expected (vectors, width)"),
         ({"<x>": torch.full((1, 128), torch.nan)}, "holds numbers that are not finite"),

@@ -39,7 +39,9 @@ def test_texts_beside_pictures_in_subfolders(tmp_path: Path) -> None:
     """In order of name, each with its own caption and its own colour; what is hidden or no picture is passed over."""
     for name, colour in {"b.png": "red", "a/x.JPG": "blue", "a/deep/y.webp": "lime"}.items():
         draw(tmp_path / name, colour)
-        (tmp_path / name).with_suffix(".txt").write_text(f"\ufeff a {colour} thing\n", encoding="utf-8")
+        ending = ".caption" if colour == "blue" else ".txt"
+        (tmp_path / name).with_suffix(ending).write_text(f"\ufeff a {colour} thing\n", encoding="utf-8")
+    (tmp_path / "b.caption").write_text("the .txt counts")
     for name in (".hidden.png", ".thumbs/x.png"):
         draw(tmp_path / name)
     (tmp_path / "notes.md").write_text("not one")
@@ -184,7 +186,7 @@ def test_pictures_without_captions_are_named_up_to_a_share(tmp_path: Path, capsy
     [
         ({}, r"photos: no such folder, and no shards, whose names end in \.tar or \.parquet"),
         ({"photos/readme.md": ""}, "holds no pictures"),
-        ({"photos/a.png": ""}, r"No captions in .*\.txt file.*--caption_column"),
+        ({"photos/a.png": ""}, r"No captions in .*\.txt or.*--caption_column"),
         ({"photos/a.png": "", "photos/metadata.jsonl": '{"file_name": "a.png", "prompt": "x"}'}, "metadata: prompt"),
         ({"photos/a.png": "", "photos/metadata.jsonl": '{"name": "a.png"}'}, "row 1: no 'file_name' .*name"),
         ({"photos/a.png": "", "photos/metadata.jsonl": '\n{"file_name":'}, "metadata.jsonl, line 2"),

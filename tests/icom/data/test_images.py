@@ -6,16 +6,18 @@ Guards icom.data.images and icom.data.captions.
 from __future__ import annotations
 
 import struct
+import zlib
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, features
 
 from icom.data.captions import TEMPLATES
-from icom.data.images import Transform, list_pictures, pixels, read_picture
+from icom.data.images import list_pictures, notices, read_picture
+from icom.data.transform import Transform, pixels
 from icom.errors import IcomError
 
 
@@ -249,6 +251,82 @@ def test_heic(tmp_path: Path, gradient: Image.Image) -> None:
         read_picture(tmp_path / "x.heic")
 
 
+# What phones and cameras make.
+
+
+@pytest.mark.parametrize("ending", ["jpg", "webp", "avif", "heic", "tif"])
+def test_phones_pictures_come_upright(tmp_path: Path, ending: str) -> None:
+    """A picture that lies on its side in the file, and a note that says so, in each format that phones write."""
+    upright = Image.new("RGB", (64, 96), "white")
+    upright.paste((200, 0, 0), (0, 0, 64, 24))  # on top
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    stored = upright.transpose(Image.Transpose.ROTATE_90)
+    if ending == "heic":
+        pillow_heif = pytest.importorskip("pillow_heif", reason="pillow-heif is not installed")
+        pillow_heif.register_heif_opener()
+    elif ending == "avif" and not features.check("avif"):
+        pytest.skip("this Pillow reads no AVIF")
+    stored.save(tmp_path / f"x.{ending}", quality=95, exif=exif.tobytes())
+    read = np.asarray(read_picture(tmp_path / f"x.{ending}"), dtype=int)
+    assert read.shape == (96, 64, 3)
+    np.testing.assert_allclose(read, np.asarray(upright, dtype=int), atol=40)  # at the edge: compression
+    assert np.abs(read - np.asarray(upright, dtype=int)).mean() < 3
+
+
+def test_cmyk_jpeg_of_photoshop(tmp_path: Path) -> None:
+    """Adobe's JPEGs hold the four inks inverted (marker APP14)."""
+    Image.new("CMYK", (16, 16), (0, 255, 255, 0)).save(tmp_path / "x.jpg", quality=100)
+    assert b"Adobe" in (tmp_path / "x.jpg").read_bytes()
+    np.testing.assert_allclose(np.asarray(read_picture(tmp_path / "x.jpg"), dtype=int)[8, 8], (255, 0, 0), atol=3)
+
+
+def test_colours_of_16_bits(tmp_path: Path) -> None:
+    """A PNG as Photoshop exports it: the high byte is what counts."""
+    rgb = arrays()["rgb"].astype(np.uint16) * 256 + 77
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in rgb)
+    header = struct.pack(">IIBBBBB", 32, 16, 16, 2, 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
+    packed = (struct.pack(">I", len(c)) + n + c + struct.pack(">I", zlib.crc32(n + c)) for n, c in chunks)
+    (tmp_path / "x.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(packed))
+    np.testing.assert_array_equal(np.asarray(read_picture(tmp_path / "x.png")), arrays()["rgb"])
+
+
+@pytest.mark.parametrize("ending", ["gif", "png", "webp", "tif", "mpo"])
+def test_first_frame_of_what_moves(tmp_path: Path, ending: str) -> None:
+    """It is learned, and told; of a photo that has its preview in the same file (MPO) nothing is told."""
+    first, second = Image.new("RGB", (16, 16), (255, 0, 0)), Image.new("RGB", (16, 16), (0, 0, 255))
+    first.save(tmp_path / f"x.{ending}", save_all=True, append_images=[second])
+    still = Image.new("RGB", (16, 16))
+    still.save(tmp_path / "still.png")
+    pictures = list_pictures(str(tmp_path))
+    read = np.asarray(read_picture(tmp_path / f"x.{ending}"), dtype=int)
+    np.testing.assert_allclose(read, np.broadcast_to((255, 0, 0), read.shape), atol=3)
+    told = f"learning the first frame of pictures that move or have pages (1: x.{ending} (2 frames))."
+    assert list(notices(pictures)) == ([] if ending == "mpo" else [told])
+
+
+FILM = b"\0\0\0\x14ftypqt  \0\0\0\0qt  \0\0\0\x08wide"
+AVIF = b"\0\0\0\x1cftypmif1\0\0\0\0mif1avifmiaf" + bytes(64)
+
+
+def test_what_phones_make_and_is_no_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The moving part of a Live Photo; raw data, of which Pillow would take the preview; AVIF without its decoder."""
+    (tmp_path / "IMG_1.MOV").write_bytes(FILM)
+    grey, samples = tiff(arrays()["grey"].astype(np.uint8), bits=8), struct.pack("<HHII", 277, 4, 1, 1)
+    (tmp_path / "a.dng").write_bytes(grey.replace(samples, struct.pack("<HHII", 50706, 1, 4, 1)))
+    (tmp_path / "b.nef").write_bytes(grey.replace(samples, struct.pack("<HHII", 254, 4, 1, 1)))
+    (tmp_path / "c.avif").write_bytes(AVIF)
+    monkeypatch.setattr(features, "check", lambda name: False)
+    with pytest.raises(IcomError) as refused:
+        list_pictures(str(tmp_path))
+    said = str(refused.value)
+    assert "IMG_1.MOV: a film (the moving part of a Live Photo is one); take it out" in said
+    assert "a.dng: raw data of a camera, of which Pillow sees the preview alone; save it as JPEG" in said
+    assert "b.nef: raw data of a camera" in said
+    assert "c.avif: AVIF, which this Pillow lacks; convert it to JPEG" in said
+
+
 @pytest.mark.parametrize("crop", [False, True])
 @pytest.mark.parametrize("flip", [False, True])
 def test_pixels_follow_the_script(gradient: Image.Image, crop: bool, flip: bool) -> None:
@@ -267,8 +345,11 @@ def test_pixels_follow_the_script(gradient: Image.Image, crop: bool, flip: bool)
 
 
 def test_pictures_come_in_order_of_name_and_hidden_files_are_passed_over(tmp_path: Path) -> None:
+    """And so are captions, which others read."""
     for name in ("b.png", "a.jpg", "c.webp"):
         Image.new("RGB", (8, 8), "red").save(tmp_path / name)
+    for name in ("a.txt", "b.CAPTION", "metadata.csv"):
+        (tmp_path / name).touch()
     (tmp_path / ".DS_Store").write_bytes(b"x")
     (tmp_path / "folder").mkdir()
     assert [picture.path.name for picture in list_pictures(str(tmp_path))] == ["a.jpg", "b.png", "c.webp"]

@@ -28,7 +28,7 @@ from icom.config.data import DataOptions
 from icom.data import latent_set
 from icom.data.latent_set import LatentSource, open_latents
 from icom.data.order import WINDOW
-from icom.data.precompute import part_of
+from icom.data.parts import part_of
 from icom.data.records import DamagedRecord
 from icom.data.sources import open_source
 from icom.errors import IcomError, UsageError
@@ -557,6 +557,7 @@ def test_training_refuses_latents_that_do_not_fit(make: Callable[..., Path], ico
         (2, {"random_flip": True}, "were precomputed without --random_flip"),
         (2, {"center_crop": True}, "were precomputed without --center_crop"),
         (2, {"max_train_samples": 3}, "choose pictures: give them to `icom data precompute`"),
+        (2, {"train_text_encoder": True}, "holds states of the frozen text encoder. Give the pictures"),
     ):
         assert_message(icom(*finetune(out, latents, **options)), code, said)  # type: ignore[arg-type]
     (latents / "00001.parquet").unlink()

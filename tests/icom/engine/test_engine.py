@@ -28,6 +28,7 @@ from icom.engine.blocks import ResidualBlock, Transformer, replace_attention, re
 from icom.engine.choices import FILE, Choices, machine_key
 from icom.engine.layers import Packed, PackedConv2d, PackedLinear, Projections, can_pack, pack
 from icom.engine.precision import has_bf16, product_dtype
+from icom.engine.trained import multiply_in_float32
 from icom.models import loading
 from icom.models.architectures import ARCHITECTURES
 from icom.models.parts import UNET
@@ -55,6 +56,16 @@ def results_and_gradients(
     (result * weight).sum().backward()
     assert all(leaf.grad is not None for leaf in leaves)
     return [result.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+def under_autocast(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The forward pass alone, as in training."""
+
+    def called(*inputs: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return function(*inputs)
+
+    return called
 
 
 def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -297,6 +308,22 @@ def test_fastest_way_is_taken_and_a_record_goes_first(
     assert torch.equal(resumed.attend(*long_text), attention.blocks(32)(*long_text))
 
 
+def test_autocast_does_not_undo_what_a_way_converts(
+    tmp_path: Path, long_text: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A UNet that is trained attends under autocast; what was measured without it has to be what is computed."""
+    for way in ("stock", "whole"):
+        monkeypatch.setattr(
+            choices, "_measure", lambda _, ways, way=way: {other: float(other != way) for other in ways}
+        )
+        chosen = Choices(tmp_path / way, 1)
+        for dtype in TOLERANCES:
+            inputs = [t.to(dtype) for t in long_text]
+            expected = results_and_gradients(getattr(attention, way), inputs, inputs[0])
+            found = results_and_gradients(under_autocast(chosen.attend), inputs, inputs[0])
+            assert all(map(torch.equal, found, expected))
+
+
 @pytest.mark.parametrize(("free", "kept"), [(2**20, True), (2**10, False)])
 def test_kept_exponentials_are_bounded_by_free_memory(
     tmp_path: Path, long_text: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch, free: int, kept: bool
@@ -516,3 +543,44 @@ def test_what_is_trained_is_left_alone() -> None:
     assert unet.down_blocks[0].attentions[0].transformer_blocks[0].attn2.to_q is trained
     unet(x, time, text).sample.square().sum().backward()
     torch.testing.assert_close(trained.weight.grad, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_trained_layers_in_emulated_bf16_are_nearer_to_the_truth_than_autocast() -> None:
+    """Results and all gradients of a UNet, against float64's; activations stay in bfloat16, gradients in float32."""
+    torch.manual_seed(0)
+    (unet,) = loading.load_parts(loading.find("bundled"), torch.float32, (UNET,)).values()
+    unet.requires_grad_(True)
+    x, states = torch.randn(2, 4, 8, 8), torch.randn(2, 77, 128)
+    weight = torch.randn(2, 4, 8, 8)
+
+    def step(network: Any, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+        network.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+            result = network(x.to(dtype), torch.tensor([3, 700]), states.to(dtype)).sample
+        (result.double() * weight).sum().backward()
+        return {"result": result.detach(), **{name: p.grad.clone() for name, p in network.named_parameters()}}
+
+    exact, stock = step(copy.deepcopy(unet).double(), torch.float64), step(unet)
+    before = [name for name, _ in unet.named_parameters()]
+    layers = [module for module in unet.modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+    assert multiply_in_float32(unet) == len(layers) > 50
+    seen: set[torch.dtype] = set()
+    hooks = [layer.register_forward_hook(lambda _, __, result: seen.add(result.dtype)) for layer in layers]
+    ours = step(unet)
+    assert seen == {torch.bfloat16}
+    for hook in hooks:
+        hook.remove()
+    assert [name for name, _ in unet.named_parameters()] == before
+    errors = [(distance(ours[name], exact[name]), distance(stock[name], exact[name])) for name in exact]
+    assert all(ours[name].dtype == torch.float32 for name in before)
+    assert max(mine for mine, _ in errors) < 0.1
+    assert sum(mine for mine, _ in errors) < sum(theirs for _, theirs in errors)
+    unet.enable_gradient_checkpointing()
+    unet.train()
+    again = step(unet)
+    assert all(torch.equal(again[name], ours[name]) for name in ours)
+    with torch.no_grad():  # where autocast is off nothing changes
+        plain = unet(x, 3, states).sample
+        for layer in (m for m in unet.modules() if isinstance(m, nn.Linear | nn.Conv2d)):
+            layer.__class__ = nn.Linear if isinstance(layer, nn.Linear) else nn.Conv2d
+        assert torch.equal(plain, unet(x, 3, states).sample)

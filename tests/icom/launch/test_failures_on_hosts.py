@@ -69,7 +69,7 @@ def test_all_end_together_and_the_others_go_on(happens: Callable[[Host], None], 
     steps = len(metrics(first, output))
     assert steps >= STEPS_BEFORE
     assert first.path(f"{output}/checkpoint-{steps}/state.safetensors").exists()
-    if happens is not kill_rank:  # how the loss was noticed is nothing that the next run sees
+    if happens is not cut_link:  # how the loss was noticed is nothing that the next run sees
         return
     last = steps + STEPS_AFTER
     resumed = finish(start([first, third], output_dir=output, max_train_steps=last, resume_from_checkpoint="latest"))

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import urlopen
@@ -222,8 +223,7 @@ def test_mpijob_over_sshd_as_user_1000(
     objects = list(yaml.safe_load_all(said.out))
     for replica in objects[-1]["spec"]["mpiReplicaSpecs"].values():  # all pods share this machine's cores
         replica["template"]["spec"]["containers"][0]["env"].append({"name": "OMP_NUM_THREADS", "value": "1"})
-    with cluster(3) as hosts:
-        nodes = Nodes(containers, hosts, tmp_path, {"claim": volume})
+    with cluster(3) as hosts, closing(Nodes(containers, hosts, tmp_path, {"claim": volume})) as nodes:
         launcher = run_mpijob(nodes, objects)
         wait_until(lambda: launcher.code is not None)
         log = "\n".join(pod.log for pod in nodes.pods)

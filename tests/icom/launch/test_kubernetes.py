@@ -378,6 +378,13 @@ def expanded(word: str) -> str:
         (["--kind", "deployment"], [], ["--kind", "trainjob"]),
         ([], ["--output_dir=out"], ["--output_dir out does not lie on the volume", "/data/out"]),
         ([], ["--output_dir=/data/../out"], ["--output_dir /data/../out"]),
+        ([], ["--caption_templates=t.txt"], ["--caption_templates t.txt does not lie on the volume"]),
+        ([], ["--sample_prompts=p.txt"], ["--sample_prompts p.txt does not lie on the volume"]),
+        (
+            [],
+            ["--caption_templates=builtin", "--with_prior_preservation", "--class_data_dir=c", "--class_prompt=<x>"],
+            ["--class_data_dir c does not lie on the volume"],
+        ),
         ([], ["--train_data_dir=photos"], ["--train_data_dir photos", "docs/kubernetes.md#pictures"]),
         ([], ["--pretrained_model_name_or_path=/models/sd"], ["--pretrained_model_name_or_path /models/sd"]),
         ([], ["--tokenizer_name=~/clip"], ["--tokenizer_name ~/clip"]),

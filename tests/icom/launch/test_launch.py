@@ -30,6 +30,7 @@ from tests.support.command import (
     start_process,
     train_arguments,
 )
+from tests.support.ranks import free_port
 
 Icom = Callable[..., Result]
 
@@ -207,7 +208,8 @@ def mpirun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_mpirun_gets_command_and_environment_and_gives_its_exit_code(
     mpirun: Path, hosts_file: Path, accelerate_config: Path
 ) -> None:
-    """With the real checks of this host in between."""
+    """With the real checks of this host in between; at a port that no other test's launch can choose meanwhile."""
+    port = str(free_port())
     options = [
         "--hosts",
         str(hosts_file),
@@ -218,15 +220,14 @@ def test_mpirun_gets_command_and_environment_and_gives_its_exit_code(
         "--accelerate_config",
         str(accelerate_config),
     ]
-    process = start_process("launch", "mpirun", *options, "--", *TRAINING)
+    process = start_process("launch", "mpirun", *options, "--", *TRAINING, MASTER_PORT=port)
     out, err = process.communicate()
     assert process.returncode == 7, err
     line, secret = out.splitlines()
     assert re.fullmatch("[0-9a-f]{64}", secret)
     assert secret not in line + err
     master, _, given = line.partition(" ")
-    port = master.removeprefix("127.0.0.1:")
-    assert port.isdigit()
+    assert master == f"127.0.0.1:{port}"
     launch = f"{sys.executable} -m icom.launch.on_host accelerate launch --quiet --config_file {accelerate_config}"
     where = f"--main_process_ip 127.0.0.1 --main_process_port {port}"
     script = f"{ROOT / 'textual_inversion_icom.py'} {' '.join(TRAINING)}"
@@ -238,7 +239,7 @@ def test_what_a_check_finds_starts_nothing(
 ) -> None:
     options = ["--hosts", str(hosts_file), "--mpi", "mpich", "--accelerate_config", str(accelerate_config)]
     training = train_arguments(train_data_dir=tmp_path / "none")[1:]
-    process = start_process("launch", "mpirun", *options, "--", *training)
+    process = start_process("launch", "mpirun", *options, "--", *training, MASTER_PORT=str(free_port()))
     out, err = process.communicate()
     assert (process.returncode, out) == (1, "")
     assert "localhost" in err
@@ -353,6 +354,7 @@ def test_the_training_is_named_by_the_first_word(
         assert_message(refused, 2, said)
 
 
+@pytest.mark.long
 def test_script_is_the_command() -> None:
     options = finetune_arguments(output_dir="out", use_ema=True)[1:]
     script = ("accelerate.commands.launch", "--config_file", "accelerate_configs/single_cpu.yaml", "finetune_icom.py")

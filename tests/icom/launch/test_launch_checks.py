@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 
 from icom.config.finetune import load_finetune_config
+from icom.config.train import load_train_config
 from icom.data.images import BUNDLED_CONCEPTS
 from icom.launch import checks, digests, probe
 from icom.launch.checks import HostProblem, Target, check
@@ -234,6 +235,21 @@ def test_too_many_processes_are_a_warning(here: Path, request_: Request) -> None
     assert problem.what.startswith("10000 processes share ")
 
 
+def test_captions_and_templates_are_part_of_what_is_compared(here: Path) -> None:
+    """Of `icom train`, whose pictures have them beside them."""
+    options = {"train_data_dir": "photos", "placeholder_token": "<x>", "initializer_token": "toy"}
+    assert Contents.of(load_train_config(options | {"caption_templates": "t.txt"})).files == ["t.txt"]
+    assert Contents.of(load_train_config(options | {"caption_templates": "builtin"})).files == []
+    assert Contents.of(load_train_config(options | {"sample_prompts": ["p.txt"]})).files == ["p.txt"]
+    assert Contents.of(load_train_config(options | {"sample_prompts": ["a [name]"]})).files == []
+    without = digests.pictures("photos")
+    (here / "photos/red-moon.txt").write_text("<x>")
+    one = digests.pictures("photos")
+    (here / "photos/red-moon.txt").write_text("a <x>")
+    assert len({without, one, digests.pictures("photos")}) == 3
+
+
+@pytest.mark.long
 def test_captioned_pictures_are_compared_as_the_run_tells_them(here: Path, request_: Request, tmp_path: Path) -> None:
     def asked(place: str) -> Request:
         flags = {"train_data_dir": place, "from_scratch": "unet.yaml"}

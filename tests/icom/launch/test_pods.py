@@ -123,6 +123,7 @@ def alone(icom: Callable[..., Result], folder: Path, batch: int, **options: obje
     return learned(folder)
 
 
+@pytest.mark.long
 def test_two_pods_train_as_one_process(start: Callable[..., JobRun], icom: Callable[..., Result], volume: Path) -> None:
     """And so as mpirun does on hosts: tests/icom/launch/test_training_on_hosts.py."""
     config = volume.parent / "run.yaml"  # becomes a ConfigMap

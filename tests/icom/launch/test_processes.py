@@ -73,6 +73,7 @@ def test_sigterm_reaches_all() -> None:
     assert (out, process.returncode) == ("saved\nsaved\n", 143)
 
 
+@pytest.mark.long
 def test_two_processes_of_a_pod_train_together(tmp_path: Path) -> None:
     options = train_arguments(output_dir=tmp_path / "out", backend="cpu")
     process = start("2", sys.executable, "-m", "icom", *options, MASTER_PORT=str(free_port()))

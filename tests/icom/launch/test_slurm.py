@@ -149,14 +149,13 @@ def kill_slurmd(box: Box) -> None:
 
 
 INTERRUPTIONS: dict[str, tuple[str, int, Callable[[Box, str], object]]] = {
-    "requeued by hand": ("main", 1, lambda box, job: box.run("scontrol", "requeue", job)),
     "preempted": ("main", 1, lambda box, job: urgent(box)),
     "preempted, with time to save": ("graced", 2, lambda box, job: urgent(box)),
     "slurmd killed": ("main", 2, lambda box, job: kill_slurmd(box)),
     "node unplugged": ("main", 2, lambda box, job: unplug(box)),
 }
 """What happens -> in which partition, to a job on how many nodes: two where one of them may miss it. The signal before
-a time limit is test_time_limit's."""
+a time limit is test_time_limit's, a requeue by hand test_finetuning_goes_on_to_the_same_weights'."""
 
 
 @pytest.mark.long

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from icom.methods.embedding import placeholder_tokens
+from icom.config.words import placeholder_tokens
 from icom.methods.embedding_file import load_embedding, save_embedding
 from icom.models import loading, pipelines
 from tests.support.command import Result, Run, assert_message, assert_refused
@@ -140,7 +140,6 @@ def test_pickled_code_is_not_run(icom: Run, command: tuple[str, ...]) -> None:
 
 BAD = [
     ({"clip_l": torch.zeros(2, 768), "clip_g": torch.zeros(2, 1280)}, "several text encoders (clip_l, clip_g): SDXL"),
-    ({"<cat>": ROWS, "<dog>": ROWS}, "holds 2 entries; an embedding file has one"),
     ({"state_dict": {"unet": ROWS}}, "holds 1 entries; an embedding file has one"),
     ({"string_to_param": {"*": ROWS, "**": ROWS}}, "holds 2 entries"),
     ([{"<cat>": ROWS}, {"<dog>": ROWS[:, :64]}], "rows of several widths (64, 128)"),
@@ -158,6 +157,14 @@ def test_no_embedding(icom: Run, content: Any, message: str) -> None:
     torch.save(content, "old.pt")
     assert_refused(icom("convert", "old.pt"), 1, "old.pt", message)
     assert not Path("old.safetensors").exists()
+
+
+@pytest.mark.usefixtures("_here")
+def test_one_of_several_words(icom: Run) -> None:
+    torch.save({"<cat>": ROWS, "<dog>": 2 * ROWS}, "old.pt")
+    assert_refused(icom("convert", "old.pt"), 2, "old.pt holds several words (<cat>, <dog>)", "old.pt=<cat>")
+    assert icom("convert", "old.pt=<dog>", "--output", "dog.safetensors").code == 0
+    assert torch.equal(load_file("dog.safetensors")["<dog>"], 2 * ROWS)
 
 
 @pytest.mark.usefixtures("_here")

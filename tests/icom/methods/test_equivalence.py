@@ -14,10 +14,10 @@ from accelerate import Accelerator
 from icom import backends
 from icom.bench.reference import ReferenceTrainer
 from icom.config.train import TrainConfig
-from icom.data.images import list_pictures
 from icom.data.sampling import gaussian_noise
 from icom.models import loading
 from icom.models.parts import Conditioning
+from icom.training.material import open_material
 from icom.training.objective import diffusion_loss
 from icom.training.run import Run, prepare
 from icom.training.step import optimizer_step
@@ -46,7 +46,7 @@ def settings(tmp_path: Path, **options: object) -> TrainConfig:
 def our_run(config: TrainConfig, model_name: str = "bundled") -> Run:
     backend, _ = backends.resolve("cpu", "no")
     model = loading.load(loading.find(model_name), torch.float32)
-    return prepare(config, backend, Accelerator(cpu=True), model, list_pictures(config.train_data_dir))
+    return prepare(config, backend, Accelerator(cpu=True), model, open_material(config))
 
 
 def reference_rows(run: Run, config: TrainConfig) -> torch.Tensor:
@@ -56,15 +56,13 @@ def reference_rows(run: Run, config: TrainConfig) -> torch.Tensor:
     for batch in range(STEPS * config.gradient_accumulation_steps):
         first = batch * config.train_batch_size
         samples = [run.stream[i] for i in range(first, first + config.train_batch_size)]
-        noises = [gaussian_noise(s, tuple(run.moments.mean.shape[2:])) for s in samples]
-        latents = [
-            run.moments.sample(s.picture, flip=s.flip, noise=noise[0]) for s, noise in zip(samples, noises, strict=True)
-        ]
+        noises = [gaussian_noise(s, run.moments.shape(s.picture)) for s in samples]
+        latents = [run.moments.sample(s, noise[0]) for s, noise in zip(samples, noises, strict=True)]
         trainer.train_batch(
             torch.stack(latents) * model.vae.config["scaling_factor"],
             torch.stack([noise[1] for noise in noises]),
             torch.tensor([s.timestep for s in samples]),
-            run.method.captions[[s.template for s in samples]],
+            run.method.ids(run.model.tokenizer, samples),
         )
     return trainer.rows
 

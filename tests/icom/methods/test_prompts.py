@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from icom.config.words import placeholder_tokens
 from icom.data.captions import TEMPLATES
 from icom.errors import UsageError
-from icom.methods.embedding import add_words, check_captions, placeholder_tokens
+from icom.methods.embedding import add_words, check_captions
 from icom.methods.embedding_file import Word, save_embedding
 from icom.methods.prompts import as_taught, check_prompts
 from icom.models import loading

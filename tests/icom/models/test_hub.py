@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from icom.models.loading import BUNDLE
-from tests.support.command import Result, start_process, train_arguments
+from tests.support.command import Result, finetune_arguments, start_process, train_arguments
 from tests.support.fake_hub import DROP, FakeHub, Repository, point_to
 
 TOKEN = "hf_ThisIsTheSecretOfTheTests"
@@ -165,6 +165,64 @@ def test_full_pipeline_is_uploaded_and_loads(hub: FakeHub, train: Train, tmp_pat
 
 
 @pytest.mark.usefixtures("_use")
+def test_finetuned_pipeline_is_uploaded_and_draws(hub: FakeHub, icom: Train, tmp_path: Path) -> None:
+    """What lies at the top of the repository is the pipeline with the trained weights; nothing else goes there."""
+    out = tmp_path / "my-unet"
+    options: dict[str, Any] = {"output_dir": out, "push_to_hub": True, "hub_token": TOKEN, "checkpointing_steps": 1}
+    words = finetune_arguments(**options, validation_steps=1)
+    (tmp_path / "my-unet").mkdir()
+    (out / "private-notes.txt").write_text("not yours")
+    result = icom(*words, "--validation_prompts", "a red ball")
+    assert result.code == 0, result.err
+    said = "icom: at the end the pipeline and a model card go to alice/my-unet on the Hub.\n"
+    assert result.out.index(said) < result.out.index("Trained 2 steps")
+    assert f"on the Hub: {hub.url}/alice/my-unet" in result.out
+    files = hub.repositories["alice/my-unet"].files
+    own = {"README.md", "config.yaml", "loss.png", "validation/step-2.png"}
+    assert set(files) >= NEEDED | own
+    assert {name.split("/")[0] for name in set(files) - own} == {
+        *("model_index.json", "scheduler", "text_encoder", "tokenizer", "unet", "vae", ".gitattributes"),
+    }
+    weights = "unet/diffusion_pytorch_model.safetensors"
+    assert files[weights] == (out / "current_pipeline" / weights).read_bytes()
+    _, header, text = files["README.md"].decode().split("---\n", 2)
+    card = yaml.safe_load(header)
+    assert card["library_name"] == "diffusers"
+    assert "text-to-image" in card["tags"]
+    assert "base_model" not in card
+    assert "![validation/step-2.png](./validation/step-2.png)" in text
+    named = ["--pretrained_model_name_or_path", "alice/my-unet", "--output_dir", str(tmp_path / "drawn")]
+    drawn = icom("generate", *named, "--prompt", "a ball", "--resolution=64", "--num_inference_steps=2")
+    assert drawn.code == 0, drawn.err
+
+    seen = b"".join([*hub.bodies, *files.values(), *hub.large.values(), everything_below(out)])
+    assert TOKEN.encode() not in seen
+    assert TOKEN not in result.out + result.err
+    assert not [name for name, content in files.items() if str(BUNDLE).encode() in content]
+
+    hub.answers.append(("POST .*/commit/", 500))  # at a second end, where nothing is left to train
+    again = icom(*words, "--resume_from_checkpoint=latest")
+    assert again.code == 1
+    assert "The upload to alice/my-unet failed (HTTP 500)." in again.err
+    commands = [shlex.split(line) for line in again.err.splitlines() if line.startswith("  hf upload")]
+    assert [command[3] for command in commands] == [str(out / "current_pipeline"), str(out)]
+    hub.answers.clear()
+    again = icom(*words, "--resume_from_checkpoint=latest")
+    assert again.code == 0
+    assert "Step 2 was done already: wrote all again" in again.out
+
+
+@pytest.mark.usefixtures("_use")
+def test_bad_token_stops_before_the_unet_is_loaded(hub: FakeHub, icom: Train, tmp_path: Path) -> None:
+    words = finetune_arguments(output_dir=tmp_path / "out", push_to_hub=True, hub_token="hf_WrongTokenOfTheTests")
+    result = icom(*words)
+    assert result.code == 1
+    assert "HTTP 401" in result.err
+    assert "hf_Wrong" not in result.out + result.err
+    assert not (tmp_path / "out/config.yaml").exists()
+
+
+@pytest.mark.usefixtures("_use")
 @pytest.mark.parametrize("token", ["hf_WrongTokenOfTheTests", "hf_Wrong\u00e9Token", "hf_Wrong\nToken", None])
 def test_bad_token_stops_before_training(hub: FakeHub, train: Train, tmp_path: Path, token: str | None) -> None:
     result = train(output_dir=tmp_path / "out", push_to_hub=True, hub_token=token)
@@ -246,6 +304,7 @@ def test_hub_that_dies_during_the_upload_costs_nothing(
 # Download.
 
 
+@pytest.mark.long
 def test_model_from_the_hub_then_from_the_cache(hub: FakeHub, tmp_path: Path) -> None:
     """Also: the model that moved is found at its new place, and told once."""
     moved, place = "runwayml/stable-diffusion-v1-5", "stable-diffusion-v1-5/stable-diffusion-v1-5"

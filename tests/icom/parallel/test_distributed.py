@@ -171,7 +171,7 @@ def test_three_ranks_equal_one(tmp_path: Path, train: Train, ranks: Callable[...
     assert train(output_dir=on_one, train_batch_size=3, **resume).code == 0
     torch.testing.assert_close(_rows(on_one), _rows(batch), rtol=0, atol=1e-6)
     assert [result.code for result in ranks(2, **(resume | {"output_dir": on_two})).results()] == [0, 0]
-    state, _ = load_checkpoint(on_two / "checkpoint-12")
+    state = load_checkpoint(on_two / "checkpoint-12").state
     assert (state.step, state.next_sample) == (12, 8 * 3 + 4 * 2)
 
 
@@ -194,7 +194,7 @@ def test_one_small_all_reduce_per_step(tmp_path: Path) -> None:
     sizes = json.loads(re.findall(r"SIZES (.*)", result.out)[0])
     width = _rows(tmp_path / "rank0" / "out").shape[1]
     assert sizes == [4] + 4 * [4 * (width + 1 + 2)]  # the first one connects
-    assert sum(part.nbytes for part in message([torch.zeros(1, 768)], 0.0, 64 * [0])) <= 10_000
+    assert sum(part.nbytes for part in message([torch.zeros(1, 768)], torch.zeros(()), torch.zeros(64))) <= 10_000
 
 
 CCL = """
@@ -284,7 +284,7 @@ def test_rank_that_differs_ends_all(change: str, words: str, tmp_path: Path) -> 
         main([word.replace("RATE", str({rate})) for word in {arguments}])
     """
     results = Ranks(tmp_path, 3, "-c", code).results()
-    assert all(result.code in (1, 2) for result in results)
+    assert all(result.code in (1, 2) for result in results), results
     told = "".join(result.err for result in results)
     assert len(re.findall("icom: ", told)) == 1, told
     assert re.search(words, told), told
@@ -311,7 +311,7 @@ from icom.parallel import group, meeting
 from icom.cli import main
 from icom.parallel.place import find_place
 from icom.errors import IcomError
-meeting.JOIN_SECONDS = 3
+meeting.JOIN_SECONDS = int(os.environ["JOIN_SECONDS"])
 try:
     with group.joined(find_place(os.environ)) as met:
         print("MET", met.hosts)
@@ -321,10 +321,12 @@ except IcomError as error:
 
 
 @pytest.mark.long
-def test_ranks_that_do_not_meet(tmp_path: Path) -> None:
+def test_ranks_that_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that does not come, one that is told of another size, and two that are told to be the same."""
+    monkeypatch.setenv("JOIN_SECONDS", "2")
     absent = Ranks(tmp_path, 1, "-c", JOIN, of={0: {"PMI_SIZE": "3", "MPI_LOCALNRANKS": "3"}}).results()
-    assert "ERROR After 3 s rank 1, 2 of 3 did not come to 127.0.0.1:" in absent[0].out
+    assert "ERROR After 2 s rank 1, 2 of 3 did not come to 127.0.0.1:" in absent[0].out
+    monkeypatch.setenv("JOIN_SECONDS", "12")  # two of them do meet, on a busy machine, too
     two_of_three = {rank: {"PMI_SIZE": "3", "MPI_LOCALNRANKS": "3"} for rank in (0, 1)}
     zero, one = Ranks(tmp_path, 2, "-c", JOIN, of=two_of_three).results()
     assert "rank 2 of 3 did not come" in zero.out
@@ -338,10 +340,10 @@ def test_ranks_that_do_not_meet(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        port = {"MASTER_PORT": str(taken.getsockname()[1])}
+        port = {"MASTER_PORT": str(taken.getsockname()[1]), "JOIN_SECONDS": "2"}
         zero, one = Ranks(tmp_path, 2, "-c", JOIN, of={0: port, 1: port}).results()
     assert f"ERROR Rank 0 cannot listen on 127.0.0.1:{port['MASTER_PORT']}" in zero.out
-    assert f"cannot reach rank 0 at 127.0.0.1:{port['MASTER_PORT']} within 3 s" in one.out
+    assert f"cannot reach rank 0 at 127.0.0.1:{port['MASTER_PORT']} within 2 s" in one.out
 
 
 LATE_NAME = """
@@ -361,6 +363,7 @@ with group.joined(find_place(os.environ)) as met:
 """
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("hosts_possible")
 def test_rank_0_whose_name_comes_later(tmp_path: Path) -> None:
     """As a pod's does, which starts before the cluster knows its name; rank 0 waits for it itself."""

@@ -28,7 +28,7 @@ def test_hanging_rank_is_noticed(monkeypatch: pytest.MonkeyPatch, capfd: pytest.
     """One that still has its connections but does nothing; here a store that does not take its beats."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    for name, seconds in (("BEAT_SECONDS", 0.05), ("SILENT_SECONDS", 1.0), ("GRACE_SECONDS", 1000.0)):
+    for name, seconds in (("BEAT_SECONDS", 0.05), ("SILENT_SECONDS", 5.0), ("GRACE_SECONDS", 1000.0)):
         monkeypatch.setattr(liveness, name, seconds)
 
     class Lossy(SignedStore):

@@ -1,6 +1,6 @@
 """icom.training.checkpoint: whenever a process is killed, the newest complete checkpoint is found.
 
-Guards icom.training.checkpoint.
+Guards icom.training.checkpoint and icom.training.checkpoint_folders.
 """
 
 from __future__ import annotations
@@ -21,16 +21,10 @@ from safetensors.torch import load_file, save_file
 
 from icom import files
 from icom.files import exchange
-from icom.training import checkpoint
-from icom.training.checkpoint import (
-    Identity,
-    State,
-    delete_old_checkpoints,
-    list_checkpoints,
-    load_checkpoint,
-    save_checkpoint,
-)
-from tests.support.command import Result, Run, assert_refused
+from icom.training import checkpoint_folders
+from icom.training.checkpoint import Identity, State, load_checkpoint, save_checkpoint
+from icom.training.checkpoint_folders import delete_old_checkpoints, list_checkpoints
+from tests.support.command import Result, Run, assert_refused, long
 
 IDENTITY = Identity(seed=7, model="m", pictures={"0.png": "p"}, options={"repeats": 1})
 CHANGES = {
@@ -107,9 +101,9 @@ def there(folder: Path) -> dict[int, float]:
 
 def newest(folder: Path) -> tuple[int, float]:
     """What `latest` goes on from."""
-    found = checkpoint.find_checkpoint(folder, "latest")
+    found = checkpoint_folders.find_checkpoint(folder, "latest")
     assert found is not None
-    state, _ = load_checkpoint(found)
+    state = load_checkpoint(found).state
     return state.step, float(state.parameters["rows"][0, 0])
 
 
@@ -129,7 +123,7 @@ ACTIONS: dict[str, tuple[Callable[[Path], None], dict[int, float]]] = {
 }
 
 
-@pytest.mark.parametrize("what", ACTIONS)
+@pytest.mark.parametrize("what", [what if what == "the newest again" else long(what) for what in ACTIONS])
 def test_killed_before_any_call_of_the_file_systems(tmp_path: Path, what: str, swaps: bool) -> None:
     action, after = ACTIONS[what]
     (prepared := tmp_path / "prepared").mkdir()
@@ -141,7 +135,7 @@ def test_killed_before_any_call_of_the_file_systems(tmp_path: Path, what: str, s
         cases += 1
         if swaps:  # no need of mending
             assert newest(folder)[0] >= 3
-        checkpoint.mend_checkpoints(folder)
+        checkpoint_folders.mend_checkpoints(folder)
         found = there(folder)
         assert newest(folder)[0] >= 3
         for step, value in found.items():  # each is the old one or the new one, whole

@@ -19,8 +19,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
-from icom.training.checkpoint import list_checkpoints
-from tests.support.command import Result, start_process, train_arguments
+from icom.training.checkpoint_folders import list_checkpoints
+from tests.support.command import Result, long, start_process, train_arguments
 from tests.support.waiting import wait_until
 
 STEPS = 60
@@ -57,13 +57,14 @@ def wait_for_steps(process: subprocess.Popen[str], folder: Path, more_than: int)
     wait_until(lambda: process.poll() is not None or (metrics.exists() and metrics.read_text().count("\n") > more_than))
 
 
-def test_kill_9_at_random_moments(tmp_path: Path, train: Callable[..., Result]) -> None:
-    """Two while it starts, two while it trains and saves."""
+@pytest.mark.parametrize("kills", [(1, 2), long((0, 1, 2, 3))])
+def test_kill_9_at_random_moments(kills: tuple[int, ...], tmp_path: Path, train: Callable[..., Result]) -> None:
+    """Half of them while it starts, half while it trains and saves."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert train(output_dir=whole, **OPTIONS).code == 0
     chance = random.Random(5)
     arguments = train_arguments(output_dir=killed, resume_from_checkpoint="latest", **OPTIONS)
-    for kill in range(4):
+    for kill in kills:
         done = len(losses(killed)) if (killed / "metrics.jsonl").exists() else 0
         process = start_process(*arguments)
         if kill > 1:  # the first two die while they start

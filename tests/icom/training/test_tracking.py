@@ -99,7 +99,7 @@ def test_none_writes_nothing(train: Train, tmp_path: Path) -> None:
     assert result.code == 0
     assert {path.name for path in tmp_path.iterdir()} == {
         *("README.md", "checkpoint-3", "config.yaml", "learned_embeds.safetensors", "loss.png", "metrics.jsonl"),
-        "validation",
+        *("report.html", "run.json", "validation"),
     }
 
 

@@ -297,7 +297,7 @@ def test_second_sigterm_does_not_spoil_the_saving(start: Start, tmp_path: Path) 
     """Schedulers send it again: srun when the first process of a run has ended, Kubernetes and people to be sure."""
     process = start(*train_arguments(output_dir=tmp_path, gradient_accumulation_steps=50, max_train_steps=1000))
     assert process.stderr
-    wait_until(lambda: process.poll() is not None or (tmp_path / "metrics.jsonl").exists())
+    wait_until(lambda: process.poll() is not None or handles(process.pid, signal.SIGTERM))
     process.send_signal(signal.SIGTERM)
     while "finishing this step" not in process.stderr.readline():
         assert process.poll() is None

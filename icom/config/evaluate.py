@@ -8,6 +8,7 @@ from typing import Literal
 
 from icom.config.common import Repeatable, check_at_least_one, flat
 from icom.config.generate import GUIDANCE, DrawingOptions
+from icom.config.words import place_and_word
 from icom.errors import UsageError
 
 WORLD = "bundled"
@@ -68,7 +69,8 @@ class EvaluateConfig(DrawingOptions):
     """What the word started from: step 0, and what stands in its place where prompts are compared with pictures.
     Default: the run's."""
     output_dir: str | None = None
-    """Folder for the pictures, results.json and curve.png. Default: evaluation; of a run's word, that in its folder."""
+    """Folder for the pictures, results.json and curve.png. Default: evaluation; of a run's word, that in its folder,
+    and of words that were learned together one for each in there."""
 
     def __post_init__(self) -> None:
         """Raises: UsageError for what cannot be drawn or compared."""
@@ -106,7 +108,7 @@ class EvaluateConfig(DrawingOptions):
         embeddings = flat(self.embedding)
         if len(embeddings) != 1 or self.real_data_dir:
             return False
-        named = Path(embeddings[0]).expanduser().is_dir() or self.train_data_dir is not None
+        named = Path(place_and_word(embeddings[0])[0]).expanduser().is_dir() or self.train_data_dir is not None
         return named or not (self.prompt or self.prompts_file)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 
 def placeholder_tokens(token: str, vectors: int) -> list[str]:
@@ -14,6 +15,14 @@ def placeholder_tokens(token: str, vectors: int) -> list[str]:
 def file_name(token: str) -> str:
     """What stands for a word in names of files and folders: letters, digits, dots and hyphens of it."""
     return re.sub(r"[^\w.-]+", "-", token).strip(".-") or "word"
+
+
+def place_and_word(name: str) -> tuple[str, str | None]:
+    """Take PLACE=WORD apart, which names one word of a file or a folder; None where there is no word."""
+    if "=" in name and not Path(name).expanduser().exists():
+        place, _, word = name.rpartition("=")
+        return place, word
+    return name, None
 
 
 @dataclass

@@ -91,7 +91,7 @@ def draw_word(config: EvaluateConfig, group: Group, until_all_is_written: ExitSt
     source = loading.find(str(place), tokenizer_name=None, revision=config.revision, variant=config.variant)
     # What is missing is told before the hours of drawing.
     networks = _networks(config, learned, prompts, source.folder) if group.leads else None
-    output = Path(config.output_dir or (learned.folder / "evaluation" if learned.folder else "evaluation"))
+    output = Path(config.output_dir or (learned.folder or Path()) / "evaluation" / learned.name)
     count = config.num_images or max(PICTURES, len(prompts))
     said = [filled(prompt, [learned.token]) for prompt in prompts]
     (guidance,) = config.scales
@@ -220,7 +220,7 @@ def _score(
     write_atomically(plan.folder / RESULTS, content.encode())
     write_curve(result, plan.folder / CURVE)
     show(result)
-    card = write_card(learned.folder, result) if learned.folder else None
+    card = write_card(learned.folder, learned.name, result) if learned.folder else None
     where = f", and in the model card {card}" if card else ""
     print(f"Scores in {plan.folder / RESULTS}, their curve in {plan.folder / CURVE}{where}.")
 

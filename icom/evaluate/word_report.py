@@ -17,8 +17,8 @@ _HEADINGS = {
     TEXT: "text alignment",
     "judge": "judge",
 }
-BEGIN, END = "<!-- scores of icom evaluate -->", "<!-- end of the scores -->"
-"""Around the section of the model card; what stands between them is made anew."""
+BEGIN, END = "<!-- scores of icom evaluate{} -->", "<!-- end of the scores{} -->"
+"""Around a word's section of the model card; what stands between them is made anew."""
 
 
 def best_step(rows: Sequence[dict[str, Any]]) -> int:
@@ -106,8 +106,13 @@ def write_curve(result: dict[str, Any], path: Path) -> None:
     write_atomically(path, buffer.getvalue())
 
 
-def write_card(folder: Path, result: dict[str, Any]) -> Path | None:
+def write_card(folder: Path, name: str, result: dict[str, Any]) -> Path | None:
     """Put the scores into the run's README.md, in place of those that are there; None where it has none.
+
+    Args:
+        folder: the run's.
+        name: tells the word from others of the run; empty where there are none.
+        result: of results.json.
 
     Raises:
         IcomError: it cannot be written.
@@ -117,10 +122,12 @@ def write_card(folder: Path, result: dict[str, Any]) -> Path | None:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return None
-    section = f"{BEGIN}\n{_section(result)}\n{END}"
-    there = re.compile(rf"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
+    begin, end = (mark.format(f" of {name}" if name else "") for mark in (BEGIN, END))
+    title = f"## Scores of `{result['word']}`" if name else "## Scores"
+    section = f"{begin}\n{title}\n\n{_section(result)}\n{end}"
+    there = re.compile(rf"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
     if not there.search(text):
-        text = f"{text.rstrip()}\n\n{BEGIN}{END}\n"
+        text = f"{text.rstrip()}\n\n{begin}{end}\n"
     text = there.sub(lambda _: section, text, count=1)
     write_atomically(path, text.encode())
     return path
@@ -131,8 +138,6 @@ def _section(result: dict[str, Any]) -> str:
     names = columns(rows)
     prompts = ", ".join(f"`{prompt}`" for prompt in result["prompts"])
     lines = [
-        "## Scores",
-        "",
         f"{result['pictures']} pictures of each step, drawn with {result['num_inference_steps']} steps of "
         f"{result['scheduler']} at guidance {result['guidance_scale']:g} from {prompts}, seen by "
         f"{result['image_encoder']}: mean cosine to {result['training_pictures']} training pictures.",

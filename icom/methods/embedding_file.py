@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from icom.config.convert import ConvertConfig
-from icom.config.words import file_name
+from icom.config.words import file_name, place_and_word
 from icom.errors import IcomError, UsageError
 from icom.files import write_atomically
 from icom.models import hub, loading
@@ -102,11 +102,9 @@ def find_words(name: str) -> list[Word]:
         IcomError: missing, damaged, or no embedding for Stable Diffusion.
         UsageError: the word given is none.
     """
-    place, token = name, None
-    if "=" in name and not Path(name).exists():
-        place, _, token = name.rpartition("=")
-        if token.split() != [token]:
-            raise UsageError(f"{name}: after the last = comes the word, one without spaces, for instance <mine>.")
+    place, token = place_and_word(name)
+    if token is not None and token.split() != [token]:
+        raise UsageError(f"{name}: after the last = comes the word, one without spaces, for instance <mine>.")
     path = _find_file(place)
     words = load_embeddings(path)
     from_hub = path != Path(place).expanduser()

@@ -153,7 +153,8 @@ def _of_watching(facts: Facts) -> Iterator[Advice]:
             "This run drew nothing on its way.",
         )
     if (facts.outcome.folder / "learned_embeds.safetensors").exists():
+        of_several = f"={word}" if facts.settings.get("further_words") else ""
         yield Advice(
-            f"icom evaluate --embedding {facts.outcome.folder} scores {word} at each step that was saved.",
+            f"icom evaluate --embedding {facts.outcome.folder}{of_several} scores {word} at each step that was saved.",
             "A loss says little of how like the pictures are; a score of drawn ones says more.",
         )

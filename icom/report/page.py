@@ -84,8 +84,10 @@ def write_page(folder: Path, state: str | None = None) -> Path:
 
 
 def title_of(facts: Facts) -> str:
-    """The word, or what else was trained."""
-    return str(facts.settings.get("placeholder_token") or facts.outcome.folder.resolve().name)
+    """The words, or what else was trained."""
+    words = [facts.settings, *(facts.settings.get("further_words") or [])]
+    tokens = [str(word["placeholder_token"]) for word in words if word.get("placeholder_token")]
+    return " and ".join(tokens) or facts.outcome.folder.resolve().name
 
 
 def figures(facts: Facts) -> Iterator[tuple[str, str]]:

@@ -58,7 +58,7 @@ class Run:
 
 
 def training_options(options: Mapping[str, object]) -> list[str]:
-    """ICOM's training options, on the bundled model; `options` are added or put in place of its own."""
+    """ICOM's training options, on the bundled model; `options` are added or put in place of its own, None drops one."""
     training: dict[str, object] = {
         "pretrained_model_name_or_path": "bundled",
         "train_data_dir": "bundled",
@@ -78,7 +78,7 @@ def training_options(options: Mapping[str, object]) -> list[str]:
         "num_comparison_images": 0,
         "report_to": "none",
     }
-    return [f"--{name}={value}" for name, value in (training | dict(options)).items()]
+    return [f"--{name}={value}" for name, value in (training | dict(options)).items() if value is not None]
 
 
 def start(

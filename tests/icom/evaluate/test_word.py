@@ -5,6 +5,7 @@ Guards icom.evaluate.word, word_report, learned, likeness and encoders.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
@@ -203,6 +204,46 @@ def test_model_card_has_the_scores_once(networks: Path, run: Path, icom: Run) ->
     (run / "README.md").unlink()
     assert icom(*words, "--num_images", "3").code == 0
     assert not (run / "README.md").exists()
+
+
+def test_words_that_were_learned_together(networks: Path, tmp_path: Path, icom: Run) -> None:
+    """One of them at a time, its rows and what it started from; all stay side by side in folder and model card."""
+    config, out = tmp_path / "both.yaml", tmp_path / "out"
+    config.write_text(
+        "placeholder_token: [<mug>, <bear>]\ninitializer_token: [toy, <rand>]\nnum_vectors: [1, 2]\nsave_steps: 1\n"
+        'instance_prompt: "a <mug> beside a <bear>"\nlearning_rate: 0.3\n'
+    )
+    named = {"placeholder_token": None, "initializer_token": None, "config": config}
+    trained = icom(*train_arguments(output_dir=out, max_train_steps=2, **named))
+    assert trained.code == 0, trained
+    options = ("--image_encoder", str(networks / "clip"), *FAST, "--num_images", "1")
+    rows = load_file(out / "learned_embeds-steps-1.safetensors")
+    for token, name in (("<bear>", "bear"), ("<mug>", "mug")):
+        result = icom("evaluate", "--embedding", f"{out}={token}", *options)
+        assert result.code == 0, result
+        found = results(out / "evaluation" / name)
+        assert found["word"] == token and [row["step"] for row in found["scores"]] == [0, 1, 2]
+        assert ("text_alignment" in found["scores"][0]) == (name == "mug")  # random rows stand for no word
+        digest = hashlib.sha256(rows[token].numpy().tobytes()).hexdigest()[:8]
+        drawn = tmp_path / name
+        prompts = (
+            "--embedding",
+            f"{out / 'learned_embeds-steps-1.safetensors'}={token}",
+            "--prompt",
+            f"a photo of {token}",
+        )
+        assert icom("generate", *prompts, *FAST, "--output_dir", str(drawn)).code == 0
+        (expected,) = drawn.iterdir()
+        first = out / "evaluation" / name / f"step-1-{digest}" / "000000.png"
+        assert np.array_equal(np.asarray(Image.open(first)), np.asarray(Image.open(expected)))
+    card = (out / "README.md").read_text()
+    assert card.count("## Scores of `<bear>`") == card.count("## Scores of `<mug>`") == 1
+    assert "&lt;mug&gt; and &lt;bear&gt;" in (out / "report.html").read_text()
+    for word, said in (("", "has several words (<mug>, <bear>). Name one of them, as in"), ("=<cat>", "and not <cat>")):
+        assert_message(icom("evaluate", "--embedding", f"{out}{word}", *options), 2, said)
+    assert_message(
+        icom("evaluate", "--embedding", str(tmp_path), *options), 1, f"name one of them, as in --embedding {out}"
+    )
 
 
 def test_likeness_of_what_is_known() -> None:

@@ -5,8 +5,9 @@ Guards icom.training.train and icom.launch.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.command import finetune_arguments
+from tests.support.command import Result, finetune_arguments
 from tests.support.hosts import HOME, Cluster, Host, cluster
 from tests.support.mpi import MPICH, OUTPUT, Run, finish, launch, metrics, ranks, start, write_hosts_file
 from tests.support.namespaces import Command
@@ -103,6 +104,31 @@ def test_two_hosts_by_mpich_and_a_shared_disk(hosts: Cluster, on_three: Learned,
 def test_icom_launch(mpi: str, hosts: Cluster, on_three: Learned) -> None:
     write_hosts_file(hosts)
     same(on_three, end_of(launch(hosts, mpi, train_batch_size=GLOBAL_BATCH // 3), hosts[0]))
+
+
+@pytest.mark.long
+def test_a_list_of_words(hosts: Cluster, shared: Path, train: Callable[..., Result], tmp_path: Path) -> None:
+    """By the seed's command: two hosts learn each word as one process alone does."""
+    words = {"<heart>": {"train_data_dir": "bundled:blue-heart"}, "<moon>": {"num_vectors": 2, "seed": 3}}
+    file = shared / "words.yaml"
+    file.write_text(json.dumps([{"placeholder_token": token, **own} for token, own in words.items()]))
+    same_for_all = {"placeholder_token": None, "max_train_steps": 3, "output_dir": "/tmp/words"}
+    run = finish(start(hosts[:2], concepts_list=file, **same_for_all))
+    assert run.code == 0, run.said
+    assert not hosts[1].path("/tmp/words").exists()
+    for token, own in words.items():
+        alone = {"initializer_token": "object", "learning_rate": 2e-3, "train_batch_size": 2, **own}
+        assert train(output_dir=tmp_path / token, placeholder_token=token, **alone).code == 0
+        found, expected = hosts[0].path("/tmp/words") / token.strip("<>"), tmp_path / token
+        assert [step["loss"] for step in steps_in(found)] == pytest.approx(
+            [step["loss"] for step in steps_in(expected)], rel=RTOL
+        )
+        rows = [load_file(folder / "learned_embeds.safetensors")[token] for folder in (found, expected)]
+        torch.testing.assert_close(*rows, rtol=RTOL, atol=ATOL)
+
+
+def steps_in(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.long

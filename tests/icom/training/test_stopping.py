@@ -211,6 +211,27 @@ def test_bad_options(options: dict[str, object], parts: tuple[str, ...], tmp_pat
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize(
+    "options",
+    [{"enable_bucket": True}, {"use_ema": True}, {"optimizer": "schedule_free_adamw"}, {"random_crop": True}],
+    ids=lambda options: next(iter(options)),
+)
+def test_watched_runs_end_and_go_on_as_unwatched_ones(options: dict[str, object], tmp_path: Path, train: Train) -> None:
+    """Whatever is learned with: the losses are of the rows that people get, and looking at them changes no row."""
+    watched = {"validation_share": 0.5, "checkpointing_steps": 2, **options}
+    assert train(output_dir=tmp_path / "plain", max_train_steps=4, **options).code == 0
+    assert train(output_dir=tmp_path / "whole", max_train_steps=4, **watched).code == 0
+    assert train(output_dir=tmp_path / "parts", max_train_steps=2, **watched).code == 0
+    again = train(output_dir=tmp_path / "parts", max_train_steps=4, resume_from_checkpoint="latest", **watched)
+    assert again.code == 0, again
+    assert validation_curve(tmp_path / "parts") == validation_curve(tmp_path / "whole")
+    assert len(validation_curve(tmp_path / "whole")) > 2
+    learned = [rows(tmp_path / name) for name in ("plain", "whole", "parts")]
+    assert all(torch.equal(one, learned[0]) for one in learned)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("count", [2, 3])
 def test_the_same_on_any_number_of_ranks(count: int, tmp_path: Path, train: Train, ranks: Callable[..., Ranks]) -> None:
     """The same total batch; the losses differ by what the rows differ by: the rounding of sums of gradients."""

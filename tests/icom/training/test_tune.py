@@ -28,6 +28,7 @@ from icom.training.stopping import best, chosen
 from icom.training.tune import rounds
 from tests.support.checkpoints import assert_same_tensors, validation_curve
 from tests.support.command import TRAIN, Result, assert_message, assert_refused, train_arguments
+from tests.support.ranks import Ranks
 from tests.support.waiting import wait_until
 
 Icom = Callable[..., Result]
@@ -115,6 +116,36 @@ def test_each_try_is_a_run_of_train_and_the_best_is_written(tmp_path: Path, icom
     settings = yaml.safe_load((output / "best.yaml").read_text())
     assert settings["learning_rate"] == winner["learning_rate"]
     assert settings["max_train_steps"] == chosen([tuple(point) for point in winner["curve"]])[0]
+
+
+@pytest.mark.long
+def test_two_ranks_try_as_one_does(tmp_path: Path, icom: Icom) -> None:
+    """The same total batch: the same losses, up to the rounding of sums of gradients, and so the same choices."""
+    assert icom(*words(output_dir=tmp_path / "alone", train_batch_size=2)).code == 0
+    group = Ranks(tmp_path, 2, "-c", FEW, *words(output_dir="out"))
+    assert [result.code for result in group.results()] == [0, 0]
+    found, expected = (
+        json.loads((folder / "tune.json").read_text()) for folder in (tmp_path / "rank0" / "out", tmp_path / "alone")
+    )
+    assert not (tmp_path / "rank1" / "out").exists()
+    names = ("learning_rate", "vectors", "rounds", "steps", "best_step")
+    assert [[one[name] for name in names] for one in found] == [[one[name] for name in names] for one in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert [loss for _, loss in one["curve"]] == pytest.approx([loss for _, loss in other["curve"]], rel=1e-5)
+    learned, alone = (
+        rows(folder / "learned_embeds.safetensors") for folder in (tmp_path / "rank0/out", tmp_path / "alone")
+    )
+    torch.testing.assert_close(learned, alone, rtol=1e-3, atol=1e-5)
+
+
+FEW = """
+import sys
+from icom.cli import main
+from icom.training import train_validation
+train_validation.SAMPLES = 4
+main(sys.argv[1:])
+"""
+"""A process that takes as few samples as the tests' own."""
 
 
 @pytest.mark.long

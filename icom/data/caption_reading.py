@@ -11,6 +11,7 @@ from icom.config.train import TrainConfig
 from icom.data.caption_files import METADATA, TEXTS, Metadata, speaks_of_pictures, texts_beside
 from icom.data.captions import FILEWORDS, Captions, Text, built_in, mark, marks_in
 from icom.data.images import Picture, names_of
+from icom.data.masks import ENDING as MASK_ENDING
 from icom.data.members import CaptionReader, caption_of
 from icom.data.records import DamagedRecord
 from icom.errors import IcomError, UsageError
@@ -171,7 +172,7 @@ def _read_own(root: Path, pictures: list[str], config: TrainConfig) -> tuple[Tex
     if rows := sorted(metadata.rows.keys() - set(there)):
         problems.append(f"{names_of(rows)}: in {files[0]}, but not in the folder")
     if without and (own or problems or files):
-        problems.append(f"{names_of(without)}: pictures without a caption")
+        problems += _of_silent(without)
     if problems:
         listed = "\n  ".join(problems)
         raise IcomError(
@@ -179,6 +180,14 @@ def _read_own(root: Path, pictures: list[str], config: TrainConfig) -> tuple[Tex
             f"\n  {listed}"
         )
     return tuple(own)
+
+
+def _of_silent(pictures: Sequence[str]) -> list[str]:
+    """What is wrong with pictures of which nothing is said."""
+    problems = [f"{names_of(pictures)}: pictures without a caption"]
+    if masks := [name for name in pictures if name.lower().endswith(MASK_ENDING)]:
+        problems.append(f"{names_of(masks)}: if these are masks, add --masked_loss")
+    return problems
 
 
 def marked(text: str, words: Sequence[str], place: str) -> str:

@@ -18,7 +18,7 @@ from icom.config.training import settings, to_yaml
 from icom.config.watching import SamplePrompt
 from icom.data.bucket_order import BucketOrder
 from icom.engine.memory import keep_freed_memory
-from icom.errors import IcomError
+from icom.errors import IcomError, UsageError
 from icom.files import make_writable_folder, write_atomically
 from icom.methods import textual_inversion
 from icom.methods.embedding_file import load_initial_rows
@@ -48,11 +48,16 @@ def train(config: TrainConfig) -> None:
     """Learn the rows and write everything to --output_dir.
 
     Raises:
-        UsageError: options that do not fit together or with the model.
+        UsageError: options that do not fit together or with the model, or of a list of words.
         IcomError: pictures, model, checkpoint or disk are no good, the loss diverged, another process is gone, or
             another run writes to --output_dir.
         Stopped: a signal came; a checkpoint was saved.
     """
+    if config.concepts_list:
+        raise UsageError(
+            "--concepts_list is not of one run: icom.config.concepts.load_trainings reads it, and "
+            "icom.training.concepts.train_concepts learns its words."
+        )
     keep_freed_memory()
     began = time.monotonic()
     with ExitStack() as until_all_is_written:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from io import BytesIO
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,12 @@ def folder(tmp_path: Path) -> Folder:
         return tmp_path
 
     return make
+
+
+def _picture() -> bytes:
+    file = BytesIO()
+    Image.new("RGB", (8, 8)).save(file, "PNG")
+    return file.getvalue()
 
 
 def read(folder: Path, **options: Any) -> Captions:
@@ -126,6 +133,11 @@ def test_plain_folders_have_the_papers_templates_and_nothing_to_identify(folder:
         ({"a.txt": "<x>", "a.caption": "<x>", "b.txt": "<x>"}, {}, ["a.png has a.txt and a.caption: keep one"]),
         ({"a.txt": "a sksy cat", "b.txt": "sks"}, {"placeholder_token": "sks"}, ["a.txt: sks stands inside another"]),
         ({"metadata.jsonl": '{"file_name": "a.png", "text": "<x>"}'}, {}, ["1: b.png: pictures without a caption"]),
+        (
+            {"a.txt": "<x>", "b.txt": "<x>", "a-mask.png": _picture()},
+            {},
+            ["a-mask.png: if these are masks, add --masked_loss"],
+        ),
         (
             {"metadata.csv": "file_name,text\na.png,<x>\nb.png,<x>\ngone.png,<x>\nin/c.png,<x>"},
             {},

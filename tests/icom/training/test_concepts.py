@@ -22,16 +22,18 @@ from safetensors.torch import load_file
 
 from icom import backends
 from icom.config.concepts import Concepts, load_trainings
-from icom.config.train import TrainConfig, made_of
+from icom.config.train import TrainConfig, load_train_config, made_of
 from icom.data.images import BUNDLED_CONCEPTS, read_picture
 from icom.data.sampling import gaussian_noise
 from icom.data.transform import Transform, pixels
+from icom.errors import UsageError
 from icom.models import loading, pipelines
 from icom.training.material import open_material
 from icom.training.run import prepare
 from icom.training.step import loss_of, optimizer_step
+from icom.training.train import train as run_training
 from tests.support.checkpoints import assert_same_tensors
-from tests.support.command import Result, assert_message, assert_refused, train_arguments
+from tests.support.command import TRAIN, Result, assert_message, assert_refused, train_arguments
 from tests.support.ranks import Ranks
 from tests.support.waiting import wait_until
 
@@ -454,3 +456,9 @@ def test_options_that_do_not_go_with_a_list(
 def test_tune_takes_no_list(icom: Train, tmp_path: Path) -> None:
     words = train_arguments(output_dir=tmp_path, learning_rate=None)[1:]
     assert_refused(icom("tune", *words, "--concepts_list=x"), 2, "--concepts_list is for `icom train`")
+
+
+def test_train_of_python_takes_no_list(tmp_path: Path) -> None:
+    """It would learn the word beside the list, and none of its own."""
+    with pytest.raises(UsageError, match="load_trainings reads it"):
+        run_training(load_train_config(TRAIN | {"concepts_list": "words.yaml", "output_dir": str(tmp_path)}))

@@ -206,6 +206,7 @@ def test_model_card_has_the_scores_once(networks: Path, run: Path, icom: Run) ->
     assert not (run / "README.md").exists()
 
 
+@pytest.mark.long
 def test_words_that_were_learned_together(networks: Path, tmp_path: Path, icom: Run) -> None:
     """One of them at a time, its rows and what it started from; all stay side by side in folder and model card."""
     config, out = tmp_path / "both.yaml", tmp_path / "out"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from icom.errors import IcomError
 from icom.evaluate.distances import Features
-from icom.evaluate.networks import Clip, float64
+from icom.evaluate.networks import Clip, float64, network_of, processor_of
 from icom.models import loading
 
 if TYPE_CHECKING:
@@ -45,23 +45,12 @@ class SafetyChecker:
 
         try:
             self._processor = processor_of(folder / EXTRACTOR, "CLIPImageProcessor")
-            if not (folder / CHECKER / "config.json").is_file():
-                raise IcomError("no config.json")  # else transformers would ask the Hub
-            checker: Any = StableDiffusionSafetyChecker
-            self._model, found = checker.from_pretrained(
-                folder / CHECKER,
-                local_files_only=True,
-                use_safetensors=True,
-                output_loading_info=True,
-                dtype=torch.float32,
-            )
-            _refuse_lacking(found)
+            self._model = network_of(StableDiffusionSafetyChecker, folder / CHECKER)
         except Exception as error:  # a folder of strangers
             raise IcomError(
                 f"There is no safety checker of diffusers in {folder} ({str(error).splitlines()[0]}): it takes "
                 f"{CHECKER}/config.json, {CHECKER}/model.safetensors and {EXTRACTOR}/preprocessor_config.json."
             ) from error
-        self._model.eval()
 
     def see(self, pictures: Sequence[Image.Image]) -> Features:
         """Features of RGB pictures, not normalized; as the checker's own `forward` computes them."""
@@ -85,19 +74,14 @@ class DinoV2:
         loading.quiet_libraries()
         import transformers
 
-        network: Any = transformers.Dinov2Model
         try:
             self._processor = processor_of(folder, "BitImageProcessor")
-            self._model, found = network.from_pretrained(
-                folder, local_files_only=True, use_safetensors=True, output_loading_info=True, dtype=torch.float32
-            )
-            _refuse_lacking(found)
+            self._model = network_of(transformers.Dinov2Model, folder)
         except Exception as error:  # a folder of strangers
             raise IcomError(
                 f"There is no DINOv2 of transformers in {folder} ({str(error).splitlines()[0]}): it takes config.json, "
                 "model.safetensors and preprocessor_config.json (--image_encoder)."
             ) from error
-        self._model.eval()
 
     def see(self, pictures: Sequence[Image.Image]) -> Features:
         """Features of RGB pictures, not normalized."""
@@ -142,24 +126,3 @@ def open_encoder(named: str | None, model: Path | None) -> tuple[Encoder, str]:
         f"There is no CLIP, DINOv2 or safety checker in {folder} ({what}): --image_encoder takes a folder as "
         "transformers or diffusers keep them."
     )
-
-
-def processor_of(folder: Path, name: str) -> Any:
-    """What makes a network's input of pictures: Pillow's way, whatever else is installed, so that numbers compare.
-
-    Args:
-        folder: with preprocessor_config.json.
-        name: of transformers' class.
-    """
-    import transformers
-
-    if not (folder / "preprocessor_config.json").is_file():
-        raise IcomError("no preprocessor_config.json")
-    pillows = f"{name}Pil"
-    made: Any = getattr(transformers, pillows if hasattr(transformers, pillows) else name)
-    return made.from_pretrained(folder, local_files_only=True)
-
-
-def _refuse_lacking(found: dict[str, Any]) -> None:
-    if lacking := found["missing_keys"] or found["mismatched_keys"]:
-        raise IcomError(f"its weights lack {sorted(map(str, lacking))[0]}")

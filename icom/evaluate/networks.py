@@ -95,20 +95,10 @@ class Clip:
         loading.quiet_libraries()
         import transformers
 
-        # Pillow's, whatever else is installed, so that numbers can be compared.
-        name = "CLIPImageProcessorPil" if hasattr(transformers, "CLIPImageProcessorPil") else "CLIPImageProcessor"
-        processor: Any = getattr(transformers, name)
         try:
-            if not (Path(folder) / "config.json").is_file():
-                raise IcomError("no config.json")  # else transformers would ask the Hub
-            self._processor = processor.from_pretrained(folder, local_files_only=True)
+            self._model = network_of(transformers.CLIPModel, Path(folder))
+            self._processor = processor_of(Path(folder), "CLIPImageProcessor")
             self._tokenizer: Any = transformers.CLIPTokenizer.from_pretrained(folder, local_files_only=True)
-            model: Any = transformers.CLIPModel
-            self._model, found = model.from_pretrained(
-                folder, local_files_only=True, use_safetensors=True, output_loading_info=True, dtype=torch.float32
-            )
-            if lacking := found["missing_keys"] or found["mismatched_keys"]:
-                raise IcomError(f"its weights lack {sorted(map(str, lacking))[0]}")
             # A tokenizer without its vocabulary is made without a word.
             known, rows = len(self._tokenizer), self._model.config.text_config.vocab_size
             if known != rows:
@@ -118,7 +108,6 @@ class Clip:
                 f"There is no CLIP model of transformers in {folder} ({str(error).splitlines()[0]}): it takes "
                 f"config.json, model.safetensors, preprocessor_config.json and the tokenizer ({option})."
             ) from error
-        self._model.eval()
 
     def see(self, pictures: Sequence[Image.Image]) -> Features:
         """Features of RGB pictures, not normalized."""
@@ -143,6 +132,45 @@ def _no_inception(path: Path, error: Exception) -> IcomError:
     return IcomError(
         f"{path} is not {INCEPTION_FILE} of torch-fidelity ({reason}). Download it again (--inception_weights)."
     )
+
+
+def network_of(kind: Any, folder: Path) -> Any:
+    """A network of diffusers or transformers from a folder, in float32.
+
+    Args:
+        kind: its class.
+        folder: with config.json and model.safetensors.
+
+    Raises:
+        IcomError: no such network, or weights of it are missing; says which.
+    """
+    if not (folder / "config.json").is_file():
+        raise IcomError("no config.json")  # else transformers would ask the Hub
+    network, found = kind.from_pretrained(
+        folder, local_files_only=True, use_safetensors=True, output_loading_info=True, dtype=torch.float32
+    )
+    if lacking := found["missing_keys"] or found["mismatched_keys"]:
+        raise IcomError(f"its weights lack {sorted(map(str, lacking))[0]}")
+    return network.eval()
+
+
+def processor_of(folder: Path, name: str) -> Any:
+    """What makes a network's input of pictures: Pillow's way, whatever else is installed, so that numbers compare.
+
+    Args:
+        folder: with preprocessor_config.json.
+        name: of transformers' class.
+
+    Raises:
+        IcomError: the folder has none.
+    """
+    import transformers
+
+    if not (folder / "preprocessor_config.json").is_file():
+        raise IcomError("no preprocessor_config.json")
+    pillows = f"{name}Pil"
+    made: Any = getattr(transformers, pillows if hasattr(transformers, pillows) else name)
+    return made.from_pretrained(folder, local_files_only=True)
 
 
 def float64(features: torch.Tensor) -> Features:

@@ -182,7 +182,7 @@ def _read_own(root: Path, pictures: list[str], config: TrainConfig) -> tuple[Tex
     return tuple(own)
 
 
-def _of_silent(pictures: Sequence[str]) -> list[str]:
+def _of_silent(pictures: list[str]) -> list[str]:
     """What is wrong with pictures of which nothing is said."""
     problems = [f"{names_of(pictures)}: pictures without a caption"]
     if masks := [name for name in pictures if name.lower().endswith(MASK_ENDING)]:

@@ -6,10 +6,8 @@ Guards icom.training.concepts, icom.config.concepts and what backends forget bet
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,7 +33,7 @@ from icom.training.train import train as run_training
 from tests.support.checkpoints import assert_same_tensors
 from tests.support.command import TRAIN, Result, assert_message, assert_refused, train_arguments
 from tests.support.ranks import Ranks
-from tests.support.waiting import wait_until
+from tests.support.waiting import send_at
 
 Train = Callable[..., Result]
 LIST: dict[str, object] = {"placeholder_token": None, "train_data_dir": None}
@@ -161,18 +159,9 @@ def test_ctrl_c_goes_on_in_the_middle(tmp_path: Path, train: Train, words: list[
     words[1]["max_train_steps"] = 12
     options = {"concepts_list": write(tmp_path, words[:2]), **LIST}
     assert train(output_dir=whole, **options).code == 0
-    log, ended = parts / "moon" / "metrics.jsonl", threading.Event()
-
-    def interrupt() -> None:
-        wait_until(lambda: ended.is_set() or (log.exists() and log.read_text().count("\n") > 1))
-        if not ended.is_set():
-            os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    stopped = train(output_dir=parts, **options)
-    ended.set()
-    thread.join()
+    with pytest.MonkeyPatch.context() as patch:
+        send_at(2, parts / "moon" / "metrics.jsonl", signal.SIGINT, patch)
+        stopped = train(output_dir=parts, **options)
     assert_message(stopped, 130, "concept 2 of 2 <moon>: stopped after step", "--resume_from_checkpoint latest")
     assert (parts / "learned_embeds.safetensors").exists()
     resumed = train(output_dir=parts, resume_from_checkpoint="latest", **options)

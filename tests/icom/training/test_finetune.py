@@ -28,10 +28,10 @@ from icom.methods.unet import Sampler
 from icom.models import loading
 from icom.training.ema import Decay, Ema, limit_of_half_life
 from tests.support.checkpoints import tensors_in
-from tests.support.command import ROOT, Result, assert_message, assert_refused, long, start_process
+from tests.support.command import ROOT, Result, assert_message, assert_refused, long
 from tests.support.ranks import Ranks
 from tests.support.small_unet import SMALL_UNET, write_small_unet
-from tests.support.waiting import wait_until
+from tests.support.waiting import send_at
 
 STEPS, SHORT_STEPS = 30, 5
 CONTEXT = 77
@@ -252,12 +252,10 @@ def test_stopped_and_resumed_is_the_same_run(tmp_path: Path, icom: Callable[...,
     """SIGTERM in the middle of an epoch; the raw weights go on from the raw weights, and the mean from the mean."""
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     assert icom(*arguments(output_dir=whole, **SHORT)).code == 0
-    process = start_process(*arguments(output_dir=stopped, **SHORT))
-    wait_until(lambda: process.poll() is not None or steps_of(stopped) > 2)
-    process.send_signal(signal.SIGTERM)
-    _, told = process.communicate()
-    assert process.returncode == 128 + signal.SIGTERM, told
-    assert "Continue with the same command and --resume_from_checkpoint latest" in told
+    with pytest.MonkeyPatch.context() as patch:
+        send_at(3, stopped / "metrics.jsonl", signal.SIGTERM, patch)
+        told = icom(*arguments(output_dir=stopped, **SHORT))
+    assert_message(told, 128 + signal.SIGTERM, "Continue with the same command and --resume_from_checkpoint latest")
     pipeline = load_file(stopped / "current_pipeline" / "unet" / "diffusion_pytorch_model.safetensors")
     assert pipeline.keys() == part(checkpoint(whole, 8), "mean/").keys()
     result = icom(*arguments(output_dir=stopped, resume_from_checkpoint="latest", **SHORT))

@@ -8,10 +8,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import signal
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +27,7 @@ from icom.training.tune import rounds
 from tests.support.checkpoints import assert_same_tensors, validation_curve
 from tests.support.command import TRAIN, Result, assert_message, assert_refused, train_arguments
 from tests.support.ranks import Ranks
-from tests.support.waiting import wait_until
+from tests.support.waiting import send_at
 
 Icom = Callable[..., Result]
 BLOCKS = ("down_block_types", "up_block_types")
@@ -154,18 +152,9 @@ def test_ctrl_c_leaves_the_best_so_far_and_it_goes_on(tmp_path: Path, icom: Icom
     options: dict[str, object] = {"learning_rates": (1e-2,), "vectors": (1, 2), "max_train_steps": 12}
     assert icom(*words(output_dir=whole, **options)).code == 0
     log = parts / "tries" / "lr-0.01-vectors-2" / "metrics.jsonl"
-    ended = threading.Event()
-
-    def interrupt() -> None:
-        wait_until(lambda: ended.is_set() or (log.exists() and log.read_text().count("\n") > 1))
-        if not ended.is_set():
-            os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    stopped = icom(*words(output_dir=parts, **options))
-    ended.set()
-    thread.join()
+    with pytest.MonkeyPatch.context() as patch:
+        send_at(2, log, signal.SIGINT, patch)
+        stopped = icom(*words(output_dir=parts, **options))
     assert_message(stopped, 130, "--resume_from_checkpoint latest")
     assert 1 < len((log.read_text()).splitlines()) < 6
     assert len(json.loads((parts / "tune.json").read_text())) == 2

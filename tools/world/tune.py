@@ -40,7 +40,7 @@ class TuneWorldConfig:
     num_images: int = 16
     """Pictures of each kind that the judge looks at."""
     all: bool = False
-    """Also train every try to its end, and compare the order of the losses with the judge's."""
+    """Also train every try to its end, and compare tune's order with the judge's."""
     options: dict[str, str] = field(default_factory=dict)
     """Options of `icom tune` to try, as pairs."""
     output_dir: Path = Path("world-tuned")
@@ -97,7 +97,10 @@ def _compare(
             {name: one[name] for name in ("learning_rate", "vectors", "rounds")} | {"loss": loss, "score": score}
             for one, loss, score in zip(tries, losses, scores, strict=True)
         ],
-        "rank_correlation": rank_correlation([-loss for loss in losses], scores),
+        # Of the order that tune ends with, and of the lowest loss of each try that went to its end.
+        "rank_correlation": rank_correlation([-place for place in range(len(tries))], scores),
+        "rank_correlation_of_losses": rank_correlation([-loss for loss in losses], scores),
+        "mean_of_tries": statistics.mean(scores),
         "regret": max(scores) - scores[0],
     }
 

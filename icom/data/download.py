@@ -25,9 +25,9 @@ from icom.data.parts import part_of
 from icom.data.shards import ShardCache
 from icom.data.tar_writing import tar_of_samples
 from icom.data.url_list import Row, UrlList, open_url_list
-from icom.data.whole_file import whole_file
+from icom.data.whole_file import whole_file, write_whole
 from icom.errors import IcomError, Stopped
-from icom.files import cache_folder, write_atomically, write_error
+from icom.files import cache_folder, write_error
 from icom.names import plain
 from icom.progress import progress
 from icom.signals import StopRequest
@@ -182,10 +182,10 @@ def _make(
                     made += 1
                 else:
                     failed.append(sample)
+        about = {"samples": made, "bytes": file.size, "failed": failed}
+        write_whole(path.with_suffix(".json"), json.dumps(about, indent=1).encode())
     except OSError as error:
         raise IcomError(f"{write_error(path, error)} {_GO_ON}") from error
-    about = {"samples": made, "bytes": file.size, "failed": failed}
-    write_atomically(path.with_suffix(".json"), json.dumps(about, indent=1).encode())
     tally.add(made, failed)
     if tally.failed:
         bar.set_postfix_str(f"{tally.failed.total():,} failed", refresh=False)

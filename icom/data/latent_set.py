@@ -29,6 +29,7 @@ from icom.data.latent_files import MAKE_AGAIN, METADATA, ParquetReader, Reader, 
 from icom.data.metadata import need_data_extra
 from icom.data.order import WINDOW
 from icom.data.records import Kind, Record
+from icom.data.whole_file import write_whole
 from icom.errors import IcomError, UsageError
 from icom.files import file_digest, write_atomically
 
@@ -240,7 +241,7 @@ def read_shard(folder: Path, number: int, made: MadeWith, *, digest: bool) -> Sh
 def write_shard(folder: Path, number: int, made: MadeWith, shard: Shard) -> None:
     """Say that a shard is whole."""
     content = json.dumps(dataclasses.asdict(shard)).encode()
-    write_atomically(shard_path(folder, number, made).with_suffix(".json"), content)
+    write_whole(shard_path(folder, number, made).with_suffix(".json"), content)
 
 
 class LatentSource:

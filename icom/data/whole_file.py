@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from icom.errors import IcomError
+from icom.files import sync_folder
 from icom.training.lock import locked
 
 
@@ -70,8 +71,20 @@ def whole_file(path: Path) -> Iterator[DigestingFile]:
             file.flush()
             os.fsync(descriptor)
             temporary.replace(path)
+            sync_folder(path.parent)
         except BaseException:
             digesting.give_up()
             with suppress(OSError):
                 temporary.unlink()
             raise
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a `whole_file`. Of a process that is killed meanwhile nothing stays once the next has written it, which
+    `icom.files.write_atomically` cannot say: its temporary names are new ones each time.
+
+    Raises:
+        IcomError, OSError: as there.
+    """
+    with whole_file(path) as file:
+        file.write(content)

@@ -251,6 +251,18 @@ def test_killed_at_random_moments(
     assert all((folder / name).stat().st_mtime_ns == when for name, when in made.items())
 
 
+def test_what_a_kill_cut_off_is_taken_over(make: Callable[..., Path]) -> None:
+    """Be it in the middle of a shard, or of the file that says that it is whole."""
+    options: dict[str, object] = {"samples_per_shard": 3, "resolution": 64}
+    folder = make("set", "synthetic:9", **options)
+    expected = content(folder)
+    (folder / "00001.json").rename(folder / ".00001.json.part")
+    (folder / ".00001.json.part").write_text("{")
+    (folder / ".00001.parquet.part").write_text("PAR1")
+    make("set", "synthetic:9", **options)
+    assert content(folder) == expected
+
+
 @pytest.mark.long
 def test_interrupt_leaves_whole_shards(
     make: Callable[..., Path], start: Callable[..., subprocess.Popen[str]], tmp_path: Path

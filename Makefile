@@ -69,9 +69,9 @@ push: ## Push the container image IMAGE=REGISTRY/NAME:TAG
 run: ## Run CMD="..." in the environment
 	$(RUN) -- $(CMD)
 
-# Several tests at a time, two more than there are cores: many wait for other machines, or for what they started.
+# Several tests at a time, one more than there are cores: many wait for other machines, or for what they started.
 # REPORTS=FOLDER keeps JUnit's XML.
-WORKERS = $(shell echo $$(($$(nproc) + 2)))
+WORKERS = $(shell echo $$(($$(nproc) + 1)))
 PYTEST = python -m pytest -n $(WORKERS) --maxprocesses 8 --durations=20 $(if $(REPORTS),--junitxml=$(REPORTS)/$@.xml)
 COMPUTING = tests/icom/backends tests/icom/engine tests/icom/commands/test_doctor.py
 

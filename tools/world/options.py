@@ -165,8 +165,8 @@ def to_markdown(rows: list[dict[str, Any]]) -> str:
     lines = [
         "# What options of training do to the score",
         "",
-        f"Written by `python -m tools.world.options` on {machine['cpu']}, PyTorch {machine['torch']}. A line's CPU time "
-        "is that of the machine that measured it, busy or not: for the order of it.",
+        f"Written by `python -m tools.world.options` on {machine['cpu']}, PyTorch {machine['torch']}. A line's CPU "
+        "time is that of the machine that measured it, busy or not: for the order of it.",
         "",
     ]
     for table, settings in TABLES.items():
